@@ -1,0 +1,138 @@
+"""Identity of stored token runs: scopes, content hashes, prefix hashes, chunk headers.
+
+Hashes are canonical: the same tokens give the same hash in every process and on every machine.
+xxHash does not resist an attacker, so a hash only finds a candidate; the ids decide (see `index`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+IntArray: TypeAlias = npt.NDArray[np.int32]
+Origin = Literal["warm", "prompt"]
+
+
+def as_ids(tokens: Sequence[int] | npt.NDArray[np.integer]) -> IntArray:
+    """Token ids as a contiguous, read-only int32 array of shape ``(n,)``."""
+    ids = np.array(tokens, dtype=np.int32, ndmin=1)
+    ids.flags.writeable = False
+    return ids
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Who may use a chunk: one tenant's namespace under one model fingerprint.
+
+    Attributes:
+        fingerprint: identity of weights, adapter, tokenizer, RoPE, dtype and codec (hex).
+        namespace: the tenant. Chunks never cross it.
+    """
+
+    fingerprint: str
+    namespace: str
+
+    def digest(self) -> bytes:
+        """16 bytes that start every hash of this scope."""
+        # The length prefix keeps ("ab", "c") apart from ("a", "bc").
+        head = f"{len(self.fingerprint)}:{self.fingerprint}:{self.namespace}"
+        return xxhash.xxh3_128(head.encode("utf-8", "surrogatepass")).digest()
+
+
+def content_hash(scope: Scope, tokens: IntArray) -> str:
+    """xxh3-128 over (fingerprint, namespace, token ids), hex."""
+    return _digest(scope, b"content", tokens)
+
+
+def prefix_hash(scope: Scope, sequence: IntArray) -> str:
+    """xxh3-128 of everything from position 0 to the end of ``sequence``, hex.
+
+    The streaming hash of a sequence continues the hash of any prefix of it, so the value chains the
+    parent's without depending on where earlier chunks were cut.
+    """
+    return _digest(scope, b"prefix", sequence)
+
+
+def chunk_key(scope: Scope, tokens: IntArray, base: int, history: IntArray | None) -> str:
+    """Key of a chunk in every store tier: content plus the history its KV was computed behind.
+
+    ``history=None`` marks KV computed behind an approximate context; it is keyed by its base position.
+    """
+    h = xxhash.xxh3_128(scope.digest())
+    h.update(b"chunk")
+    h.update(content_hash(scope, tokens).encode())
+    h.update(prefix_hash(scope, history).encode() if history is not None else b"approximate:%d" % base)
+    return h.hexdigest()
+
+
+def _digest(scope: Scope, kind: bytes, tokens: IntArray) -> str:
+    h = xxhash.xxh3_128(scope.digest())
+    h.update(kind)
+    h.update(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
+    return h.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkHeader:
+    """What is known of a chunk without its tensors.
+
+    Attributes:
+        key: `chunk_key`, unique in every tier.
+        scope: who may use it.
+        tokens: ids of the chunk, int32 ``(n,)``.
+        base: position of the chunk's first token when its keys were computed.
+        history: the ``base`` ids in front of the chunk when ``exact``; None when the KV was computed
+            behind an approximate context and may never serve an exact hit.
+        origin: "warm" if the user asked for it, "prompt" if it was seen inside a prompt.
+    """
+
+    key: str
+    scope: Scope
+    tokens: IntArray
+    base: int
+    history: IntArray | None
+    origin: Origin
+
+    @classmethod
+    def of(
+        cls, scope: Scope, tokens: IntArray, *, base: int, history: IntArray | None, origin: Origin
+    ) -> ChunkHeader:
+        """Build a header and its key."""
+        if history is not None and len(history) != base:
+            raise ValueError(f"history has {len(history)} tokens but base is {base}")
+        return cls(chunk_key(scope, tokens, base, history), scope, tokens, base, history, origin)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the KV is what a full prefill of history and chunk gives."""
+        return self.history is not None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A run of the prompt that equals a run of a stored chunk, verified id by id.
+
+    Attributes:
+        start: position in the prompt.
+        length: tokens.
+        key: the chunk.
+        offset: position inside the chunk.
+    """
+
+    start: int
+    length: int
+    key: str
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """Position after the run in the prompt."""
+        return self.start + self.length

@@ -1,0 +1,161 @@
+"""Configuration: one frozen object for the engine, one for sampling. Every field takes effect or raises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from .errors import ConfigError
+
+Reuse = Literal["off", "exact", "approximate"]
+Repair = Literal["none", "selective", "cacheblend"]
+SelectorName = Literal["auto", "deviation", "query"]
+Chunking = Literal["fixed", "semantic", "document"]
+Markers = Literal["text", "refuse"]
+
+ANCHOR_TOKENS = 16  # window length of the index; shorter runs cannot be found away from the exact chain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine reuses, repairs, cuts and stores KV.
+
+    Attributes:
+        reuse: "off" computes everything, "exact" uses only what a full prefill would give,
+            "approximate" also moves and repairs documents found anywhere.
+        repair: strategy for approximate hits.
+        selector: how "cacheblend" chooses tokens; "auto" uses what the calibration at load found best.
+        repair_ratio: share of the approximate tokens that "cacheblend" recomputes, 0..1. At 1 everything
+            is recomputed, which equals a full prefill.
+        floor_tokens: first tokens of each moved run that are always recomputed.
+        window_tokens: width of the seam window of "selective".
+        chunking: where stored runs are cut: every `chunk_tokens` ("fixed"), at the sentence or paragraph end
+            nearest to `chunk_tokens` ("semantic"), or nowhere inside a document ("document").
+        chunk_tokens: target length for "fixed" and "semantic", tokens.
+        overlap_tokens: tokens of the previous chunk encoded in front of each further chunk of a document
+            and stored with it (KVBoost).
+        sink_tokens: leading tokens of the document (or of `warm(context=…)`) kept in front of each separately
+            encoded chunk as attention sink, and not stored with it (KVBoost).
+        ram_budget_bytes: hard limit of stored KV in RAM, including what is being written.
+        namespace: tenant used when a call names none.
+        markers: what to do with special-token text inside message content: keep it as plain text, or refuse.
+        fallback: use a full prefill when the cost model predicts it to be cheaper.
+        store_prompts: keep KV of new text first seen inside a prompt.
+        self_check: verify the model at load. Only switch off for a model checked before.
+        calibration_dir: folder where the choice of "auto" is remembered per model; None keeps it in memory.
+    """
+
+    reuse: Reuse = "approximate"
+    repair: Repair = "cacheblend"
+    selector: SelectorName = "auto"
+    repair_ratio: float = 0.10
+    floor_tokens: int = 4
+    window_tokens: int = 16
+    chunking: Chunking = "document"
+    chunk_tokens: int = 128
+    overlap_tokens: int = 0
+    sink_tokens: int = 0
+    ram_budget_bytes: int = 2 << 30
+    namespace: str = "default"
+    markers: Markers = "text"
+    fallback: bool = True
+    store_prompts: bool = True
+    self_check: bool = True
+    calibration_dir: Path | str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("reuse", self.reuse, Reuse)
+        _one_of("repair", self.repair, Repair)
+        _one_of("selector", self.selector, SelectorName)
+        _one_of("chunking", self.chunking, Chunking)
+        _one_of("markers", self.markers, Markers)
+        _in_range("repair_ratio", self.repair_ratio, 0.0, 1.0)
+        _in_range("floor_tokens", self.floor_tokens, 0, 4096)
+        _in_range("window_tokens", self.window_tokens, 1, 4096)
+        _in_range("chunk_tokens", self.chunk_tokens, ANCHOR_TOKENS, 1 << 20)
+        _in_range("overlap_tokens", self.overlap_tokens, 0, self.chunk_tokens - 1)
+        _in_range("sink_tokens", self.sink_tokens, 0, 4096)
+        _in_range("ram_budget_bytes", self.ram_budget_bytes, 0, 1 << 60)
+        check_namespace(self.namespace)
+
+    def with_(self, **changes: Any) -> EngineConfig:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to continue a prompt. `None` means: what the model's own generation config says.
+
+    Attributes:
+        max_tokens: most tokens to generate, at least 1.
+        temperature: 0 is greedy.
+        top_p, top_k, min_p, repetition_penalty: as in Hugging Face `generate`.
+        stop: strings that end the answer; never part of it.
+        seed: makes sampling repeatable.
+        logits_processors: extra Hugging Face logits processors (constrained decoding and the like).
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    logits_processors: tuple[Callable[..., Any], ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _stops(self.stop))
+        _in_range("max_tokens", self.max_tokens, 1, 1 << 31)
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1")
+        if self.min_p is not None:
+            _in_range("min_p", self.min_p, 0.0, 1.0)
+        if self.top_k is not None:
+            _in_range("top_k", self.top_k, 0, 1 << 31)
+        if self.repetition_penalty is not None and not self.repetition_penalty > 0:
+            raise ConfigError(f"repetition_penalty is {self.repetition_penalty!r}; it must be above 0")
+        if self.seed is not None:
+            _in_range("seed", self.seed, 0, (1 << 64) - 1)
+
+
+def check_namespace(namespace: object) -> str:
+    """The namespace, if it can name a tenant.
+
+    Raises:
+        ConfigError: not a non-empty string.
+    """
+    if not isinstance(namespace, str) or not namespace:
+        raise ConfigError(f"namespace is {namespace!r}; it must be a non-empty string")
+    return namespace
+
+
+def _stops(stop: object) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    items = (stop,) if isinstance(stop, str) else tuple(stop)  # type: ignore[arg-type]
+    for item in items:
+        if not isinstance(item, str) or not item:
+            raise ConfigError(f"stop holds {item!r}; every stop must be a non-empty string")
+    return items
+
+
+def _one_of(name: str, value: object, choices: Any) -> None:
+    allowed = get_args(choices)
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(map(repr, allowed))}")
+
+
+def _in_range(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"{name} is {value!r}; it must be a number from {low} to {high}")
+    if isinstance(low, int) and not isinstance(value, int):
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}; it must be from {low} to {high}")

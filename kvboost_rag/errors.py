@@ -1,0 +1,56 @@
+"""Errors of the engine.
+
+    KVBoostError
+    ├── ConfigError            a configuration value that cannot take effect
+    ├── PromptError            a prompt, document or message that cannot be run
+    │   └── ContextOverflowError   prompt (plus answer) longer than the model's window
+    ├── UnsupportedModelError  the model cannot be served in the asked mode
+    └── EngineClosedError      the engine was closed
+
+Every message names the value, the limit and the remedy.
+"""
+
+
+class KVBoostError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class ConfigError(KVBoostError, ValueError):
+    """A configuration or sampling value is out of its domain."""
+
+
+class PromptError(KVBoostError, ValueError):
+    """A prompt, document or chat message cannot be turned into tokens to run."""
+
+
+class ContextOverflowError(PromptError):
+    """The prompt does not fit the model's context window.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        window_tokens: tokens the model can hold.
+    """
+
+    def __init__(self, prompt_tokens: int, window_tokens: int, *, extra: str = "") -> None:
+        self.prompt_tokens = prompt_tokens
+        self.window_tokens = window_tokens
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens but the model's context window holds {window_tokens}"
+            f"{extra}; retrieve fewer documents, shorten them, or use a model with a longer window"
+        )
+
+
+class UnsupportedModelError(KVBoostError):
+    """The model (or its positional scheme) cannot be served in the asked mode.
+
+    Attributes:
+        layer: first layer that failed the check, where one is to blame.
+    """
+
+    def __init__(self, message: str, *, layer: int | None = None) -> None:
+        self.layer = layer
+        super().__init__(message)
+
+
+class EngineClosedError(KVBoostError, RuntimeError):
+    """The engine was closed; make a new one."""

@@ -1,0 +1,167 @@
+"""What a request reports: usage, timing, results. Plain frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from .planner import Plan
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one request.
+
+    Attributes:
+        prompt_tokens: exact + approximate + new tokens.
+        exact_tokens: served with the KV a full prefill would give.
+        approximate_tokens: served with moved KV, before repair.
+        repaired_tokens: approximate tokens that were recomputed in the new context.
+        computed_tokens: every token that ran before the first answer token, each pass charged by its share of
+            the layers, rounded up.
+        completion_tokens: tokens generated.
+    """
+
+    prompt_tokens: int
+    exact_tokens: int = 0
+    approximate_tokens: int = 0
+    repaired_tokens: int = 0
+    computed_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def new_tokens(self) -> int:
+        """Prompt tokens that no stored chunk held."""
+        return self.prompt_tokens - self.exact_tokens - self.approximate_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds of one request, wall clock, device synchronised.
+
+    Attributes:
+        queue_s: waiting for other requests of this engine.
+        tokenize_s: rendering and tokenising the prompt.
+        lookup_s: matching against the index and planning.
+        load_s: fetching, moving and placing chunks.
+        prefill_s: all forward passes before the first token.
+        model_s: the part of `prefill_s` inside the model's forward.
+        store_s: keeping new chunks; not part of `ttft_s`, it happens after the first token is known.
+        ttft_s: call entry to first token.
+        total_s: call entry to the end.
+    """
+
+    queue_s: float = 0.0
+    tokenize_s: float = 0.0
+    lookup_s: float = 0.0
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    model_s: float = 0.0
+    store_s: float = 0.0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """State before the first answer token.
+
+    Attributes:
+        logits: next-token logits of the last prompt token, float32 ``(vocab,)``.
+        cache: Hugging Face cache that holds every prompt token; ``cache.get_seq_length() == len(token_ids)``.
+        token_ids: ids of the prompt.
+        plan: what was reused and what was computed.
+        usage, timing: see there.
+        fallback_reason: why reuse that was asked for was not used; None otherwise.
+    """
+
+    logits: torch.Tensor
+    cache: Any
+    token_ids: tuple[int, ...]
+    plan: Plan
+    usage: Usage
+    timing: Timing
+    fallback_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A finished answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timing: Timing
+    fallback_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """A piece of a streamed answer. The last one has `generation` set and may have empty text.
+
+    The texts of all deltas joined equal `Generation.text`.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    generation: Generation | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmReport:
+    """What `Engine.warm` did.
+
+    Attributes:
+        documents: texts given.
+        computed: texts whose KV was computed now.
+        already_warm: texts that were stored before.
+        too_short: texts with fewer tokens than an anchor (16), which cannot be found inside a prompt.
+        rejected: texts whose KV does not fit the budget, even after eviction.
+        chunks, tokens, stored_bytes: what was added.
+        seconds: wall clock.
+    """
+
+    documents: int = 0
+    computed: int = 0
+    already_warm: int = 0
+    too_short: int = 0
+    rejected: int = 0
+    chunks: int = 0
+    tokens: int = 0
+    stored_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Totals of an engine since it was made.
+
+    Attributes:
+        requests: finished prefills.
+        exact_tokens, approximate_tokens, repaired_tokens, computed_tokens, prompt_tokens: sums of usage.
+        fallbacks: requests by fallback reason.
+        chunks, stored_bytes, budget_bytes, pinned_bytes: state of the RAM store.
+        evictions, rejections: chunks pushed out of, or refused by, the RAM store.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    exact_tokens: int = 0
+    approximate_tokens: int = 0
+    repaired_tokens: int = 0
+    computed_tokens: int = 0
+    completion_tokens: int = 0
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    chunks: int = 0
+    stored_bytes: int = 0
+    budget_bytes: int = 0
+    pinned_bytes: int = 0
+    evictions: int = 0
+    rejections: int = 0
