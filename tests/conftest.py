@@ -1,0 +1,30 @@
+"""Shared fixtures. One torch thread: timings on a busy machine are steadier, and results do not depend on threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fetch_assets import ASSETS, cache_root
+
+torch.set_num_threads(1)
+
+
+def _asset(name: str) -> Path:
+    folder = cache_root() / "models" / ASSETS[name].folder
+    if not (folder / "config.json").is_file():
+        pytest.fail(f"{folder} is missing; `make test` fetches it, or run: python scripts/fetch_assets.py {name}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """The real small model, SmolLM2-135M-Instruct in float32."""
+    return _asset("model")
+
+
+@pytest.fixture(scope="session")
+def embeddings_path() -> Path:
+    """The real embedding model, all-MiniLM-L6-v2."""
+    return _asset("embeddings")
