@@ -1,0 +1,245 @@
+"""Anchors: short windows of stored chunks, found again in a prompt by hash.
+
+Like rsync: windows of `WINDOW` tokens are registered every `STRIDE` tokens of a chunk, and every window of a
+prompt is looked up in one vectorised pass. A run of ``WINDOW + STRIDE`` equal tokens always holds a registered
+window, wherever it stands in the chunk and in the prompt.
+
+The table is made of flat integer columns, about 45 bytes per anchor: a bucket chain of *groups* (one group per
+distinct window) and, per group, a doubly linked list of *postings* (chunk, offset), latest first. Rows that become
+free are used again, so adding and removing leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import numpy.typing as npt
+
+from .chunks import IntArray
+from .config import ANCHOR_TOKENS
+from .runs import Candidates, Column
+
+WINDOW = ANCHOR_TOKENS
+STRIDE = 8
+PER_WINDOW = 8  # chunks looked at per window, latest first: boilerplate shared by thousands must stay cheap
+PER_CHUNK = 2  # postings of one chunk per window: its first and its last place, for text that repeats itself
+MAX_CHAIN = 256  # groups per bucket; beyond it somebody makes hashes collide, and loses only these anchors
+
+_HASH, _LINK, _FIRST, _COUNT = range(4)  # of a group: hash, next in bucket, latest posting, postings
+_SLOT, _OFFSET, _NEXT, _PREVIOUS, _GROUP = range(5)  # of a posting
+_NONE = -1
+_ID_BYTES = 4
+_BASE = 0x9E3779B97F4A7C15
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+HashArray = npt.NDArray[np.uint64]
+Rows = npt.NDArray[np.int32]
+
+
+def window_hashes(ids: IntArray) -> Rows:
+    """Hash of every window of `WINDOW` tokens, int32 ``(max(0, len(ids) - WINDOW + 1),)``.
+
+    A polynomial over 64 bits, folded to 32: false matches are rare, and the ids decide anyway.
+    """
+    if len(ids) < WINDOW:
+        return np.empty(0, dtype=np.int32)
+    h = _mixed((ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_BASE))
+    width = 1
+    while width < WINDOW:
+        power = np.uint64(pow(_BASE, width, 1 << 64))
+        h = h[:-width] * power + h[width:]
+        width *= 2
+    return _mixed(h).astype(np.uint32).view(np.int32)
+
+
+def anchor_offsets(tokens: int) -> list[int]:
+    """Where the registered windows of a chunk begin: every `STRIDE` tokens, and the last window."""
+    last = tokens - WINDOW
+    if last < 0:
+        return []
+    offsets = list(range(0, last + 1, STRIDE))
+    return offsets if offsets[-1] == last else [*offsets, last]
+
+
+class _Pool:
+    """Rows of small integers; a freed row is handed out again before a new one."""
+
+    def __init__(self, columns: int) -> None:
+        self.rows: Rows = np.zeros((64, columns), dtype=np.int32)
+        self.used = 0
+        self._free = array("i")
+
+    def take(self, *values: int) -> int:
+        if self._free:
+            row = self._free.pop()
+        else:
+            row = self.used
+            self.used += 1
+            if row == len(self.rows):
+                self.rows = np.concatenate((self.rows, np.zeros_like(self.rows)))
+        self.rows[row] = values
+        return row
+
+    def free(self, row: int) -> None:
+        self._free.append(row)
+
+
+class AnchorTable:
+    """Hash table from windows to the chunks that hold them. Slots are small numbers chosen by the caller."""
+
+    def __init__(self) -> None:
+        self._heads: Rows = np.full(64, _NONE, dtype=np.int32)
+        self._groups = _Pool(4)
+        self._postings = _Pool(5)
+        self._chunks: dict[int, tuple[IntArray, array[int]]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns."""
+        return self._heads.nbytes + self._groups.rows.nbytes + self._postings.rows.nbytes
+
+    def add(self, slot: int, tokens: IntArray) -> None:
+        """Register the windows of a chunk of at least `WINDOW` tokens."""
+        offsets = anchor_offsets(len(tokens))
+        hashes = window_hashes(tokens)[offsets].tolist()
+        postings = array("i")
+        self._chunks[slot] = (tokens, postings)
+        raw = tokens.tobytes()
+        for offset, value in zip(offsets, hashes, strict=True):
+            window = raw[offset * _ID_BYTES : (offset + WINDOW) * _ID_BYTES]
+            group = self._group_of(value, window)
+            if group != _NONE:
+                self._post(group, slot, offset, postings)
+
+    def remove(self, slot: int) -> None:
+        """Forget a chunk; the slot may be used again."""
+        for posting in self._chunks.pop(slot)[1]:
+            self._unpost(posting)
+
+    def lookup(self, ids: IntArray) -> Candidates:
+        """Look up every window of ``ids``; per distinct window, the `PER_WINDOW` latest postings."""
+        position, group = self._groups_in(window_hashes(ids))
+        _, inverse, seen = np.unique(group, return_inverse=True, return_counts=True)
+        rarity = 1.0 / (seen[inverse] * self._groups.rows[group, _COUNT].astype(np.float64))
+        rows = self._postings.rows
+        posting, source = self._groups.rows[group, _FIRST], np.arange(len(group))
+        postings, sources = [posting], [source]
+        for _ in range(PER_WINDOW - 1):
+            posting = rows[posting, _NEXT]
+            more = posting != _NONE
+            posting, source = posting[more], source[more]
+            if not len(posting):
+                break
+            postings.append(posting)
+            sources.append(source)
+        found, s = rows[np.concatenate(postings)].astype(np.int64), np.concatenate(sources)
+        return Candidates(position[s], found[:, _SLOT], found[:, _OFFSET], rarity[s])
+
+    def _groups_in(self, hashes: Rows) -> tuple[Column, Rows]:
+        """Window positions and the groups with their hash; more than one where hashes collide."""
+        position = np.arange(len(hashes))
+        group = self._heads[hashes & (len(self._heads) - 1)]
+        positions, groups = [position[:0]], [group[:0]]
+        while len(group):
+            chained = group != _NONE
+            position, group = position[chained], group[chained]
+            rows = self._groups.rows[group]
+            same = rows[:, _HASH] == hashes[position]
+            positions.append(position[same])
+            groups.append(group[same])
+            group = rows[:, _LINK]
+        return np.concatenate(positions), np.concatenate(groups)
+
+    def _group_of(self, value: int, window: bytes) -> int:
+        """The group of this window, made if there is none; `_NONE` if its bucket is full."""
+        rows = self._groups.rows
+        group = int(self._heads[value & (len(self._heads) - 1)])
+        steps = 0
+        while group != _NONE:
+            stored, link, first, _ = rows[group].tolist()
+            if stored == value and self._window_at(first) == window:
+                return group
+            group = link
+            steps += 1
+        return self._new_group(value) if steps < MAX_CHAIN else _NONE
+
+    def _window_at(self, posting: int) -> bytes:
+        slot, offset = self._postings.rows[posting, :2].tolist()
+        return self._chunks[slot][0][offset : offset + WINDOW].tobytes()
+
+    def _new_group(self, value: int) -> int:
+        bucket = value & (len(self._heads) - 1)
+        group = self._groups.take(value, self._heads[bucket], _NONE, 0)
+        self._heads[bucket] = group
+        if self._groups.used > len(self._heads):
+            self._rehash()
+        return group
+
+    def _rehash(self) -> None:
+        """Spread the groups over twice as many buckets. A row was just added, so no row is free."""
+        rows = self._groups.rows[: self._groups.used]
+        buckets = 2 * len(self._heads)
+        bucket = rows[:, _HASH] & (buckets - 1)
+        order = np.argsort(bucket, kind="stable").astype(np.int32)
+        bucket = bucket[order]
+        begins = np.append(True, bucket[1:] != bucket[:-1])
+        rows[order, _LINK] = np.append(np.where(begins[1:], _NONE, order[1:]), _NONE)
+        self._heads = np.full(buckets, _NONE, dtype=np.int32)
+        self._heads[bucket[begins]] = order[begins]
+
+    def _post(self, group: int, slot: int, offset: int, postings: array[int]) -> None:
+        rows = self._groups.rows
+        first = int(rows[group, _FIRST])
+        if self._is_full_of(first, slot):
+            self._postings.rows[first, _OFFSET] = offset
+            return
+        posting = self._postings.take(slot, offset, first, _NONE, group)
+        if first != _NONE:
+            self._postings.rows[first, _PREVIOUS] = posting
+        rows[group, _FIRST] = posting
+        rows[group, _COUNT] += 1
+        postings.append(posting)
+
+    def _is_full_of(self, posting: int, slot: int) -> bool:
+        """Whether the list from this posting on begins with `PER_CHUNK` postings of the slot."""
+        for _ in range(PER_CHUNK):
+            if posting == _NONE or self._postings.rows[posting, _SLOT] != slot:
+                return False
+            posting = int(self._postings.rows[posting, _NEXT])
+        return True
+
+    def _unpost(self, posting: int) -> None:
+        rows = self._postings.rows
+        _, _, after, before, group = rows[posting].tolist()
+        if before == _NONE:
+            self._groups.rows[group, _FIRST] = after
+        else:
+            rows[before, _NEXT] = after
+        if after != _NONE:
+            rows[after, _PREVIOUS] = before
+        self._groups.rows[group, _COUNT] -= 1
+        if before == after == _NONE:
+            self._unlink(group)
+        self._postings.free(posting)
+
+    def _unlink(self, group: int) -> None:
+        rows = self._groups.rows
+        bucket = int(rows[group, _HASH]) & (len(self._heads) - 1)
+        at = int(self._heads[bucket])
+        if at == group:
+            self._heads[bucket] = rows[group, _LINK]
+        else:
+            while rows[at, _LINK] != group:
+                at = int(rows[at, _LINK])
+            rows[at, _LINK] = rows[group, _LINK]
+        self._groups.free(group)
+
+
+def _mixed(h: HashArray) -> HashArray:
+    """The finaliser of splitmix64."""
+    h = (h ^ (h >> np.uint64(30))) * _MIX_1
+    h = (h ^ (h >> np.uint64(27))) * _MIX_2
+    mixed: HashArray = h ^ (h >> np.uint64(31))
+    return mixed
