@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from fetch_assets import ASSETS, cache_root
 
 torch.set_num_threads(1)
