@@ -26,7 +26,6 @@ CPU_HELP = """\
 error: pip would install the CUDA build of torch ({packages}: several gigabytes), and this machine shows no NVIDIA GPU.
 Choose PyTorch's CPU build: pytorch.org's install page (Linux, Pip, CPU) shows an --index-url; hand it to make as
     make {goal} PIP_ARGS="--extra-index-url <that address>"
-and write torch's version in constraints.txt with the local label +cpu if pip still prefers the other one.
 To install the CUDA build all the same: KVBOOST_ALLOW_CUDA=1 make {goal}"""
 
 
