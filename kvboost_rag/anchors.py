@@ -29,7 +29,6 @@ MAX_CHAIN = 256  # groups per bucket; beyond it somebody makes hashes collide, a
 _HASH, _LINK, _FIRST, _COUNT = range(4)  # of a group: hash, next in bucket, latest posting, postings
 _SLOT, _OFFSET, _NEXT, _PREVIOUS, _GROUP = range(5)  # of a posting
 _NONE = -1
-_ID_BYTES = 4
 _BASE = 0x9E3779B97F4A7C15
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -78,7 +77,10 @@ class _Pool:
             row = self.used
             self.used += 1
             if row == len(self.rows):
-                self.rows = np.concatenate((self.rows, np.zeros_like(self.rows)))
+                # Not a concatenation: fresh zeros cost nothing until they are used.
+                larger = np.zeros((2 * row, self.rows.shape[1]), dtype=np.int32)
+                larger[:row] = self.rows
+                self.rows = larger
         self.rows[row] = values
         return row
 
@@ -106,10 +108,8 @@ class AnchorTable:
         hashes = window_hashes(tokens)[offsets].tolist()
         postings = array("i")
         self._chunks[slot] = (tokens, postings)
-        raw = tokens.tobytes()
         for offset, value in zip(offsets, hashes, strict=True):
-            window = raw[offset * _ID_BYTES : (offset + WINDOW) * _ID_BYTES]
-            group = self._group_of(value, window)
+            group = self._group_of(value, tokens[offset : offset + WINDOW].tobytes())
             if group != _NONE:
                 self._post(group, slot, offset, postings)
 
@@ -181,9 +181,9 @@ class AnchorTable:
         """Spread the groups over twice as many buckets. A row was just added, so no row is free."""
         rows = self._groups.rows[: self._groups.used]
         buckets = 2 * len(self._heads)
-        bucket = rows[:, _HASH] & (buckets - 1)
-        order = np.argsort(bucket, kind="stable").astype(np.int32)
-        bucket = bucket[order]
+        # One sort of plain numbers, bucket above row, is several times faster than an argsort.
+        code = np.sort((rows[:, _HASH] & (buckets - 1)).astype(np.int64) << 32 | np.arange(len(rows)))
+        bucket, order = code >> 32, (code & 0xFFFFFFFF).astype(np.int32)
         begins = np.append(True, bucket[1:] != bucket[:-1])
         rows[order, _LINK] = np.append(np.where(begins[1:], _NONE, order[1:]), _NONE)
         self._heads = np.full(buckets, _NONE, dtype=np.int32)

@@ -22,7 +22,7 @@ class _Link:
     key: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Family:
     """Chunks behind one history, sorted by their tokens so that the nearest relative is a neighbour.
 

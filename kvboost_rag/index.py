@@ -29,6 +29,11 @@ class ChunkIndex:
     def __len__(self) -> int:
         return len(self._headers)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the anchor tables, which are most of what the index holds beside the headers."""
+        return sum(part.nbytes for part in self._scopes.values())
+
     def add(self, header: ChunkHeader) -> None:
         """Register a chunk. A key that is there already changes nothing."""
         if header.key in self._headers:
@@ -109,6 +114,10 @@ class _ScopeIndex:
         self._free_slots: list[int] = []
         self._lengths = np.zeros(16, dtype=np.int64)
         self._preference = np.zeros(16, dtype=np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        return self._anchors.nbytes
 
     def add(self, header: ChunkHeader, order: int) -> None:
         self.headers[header.key] = header

@@ -18,6 +18,7 @@ ROUNDS = 4
 MAX_RUNS = 4096
 
 _HALF = np.int64(1 << 31)
+_SCATTER = np.int64(0x9E3779B1)
 
 Column = npt.NDArray[np.int64]
 
@@ -57,6 +58,10 @@ class Diagonals:
 
     def __len__(self) -> int:
         return len(self.slot)
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Slot and shift of each."""
+        return list(zip(self.slot.tolist(), self.shift.tolist(), strict=True))
 
     def where(self, keep: npt.NDArray[np.bool_] | slice) -> Diagonals:
         """The diagonals that are kept, in the same order."""
@@ -106,7 +111,9 @@ def diagonals(candidates: Candidates, size: int, lengths: Column, preference: Co
     slot, shift = code[starts] >> 32, (code[starts] & np.int64(0xFFFFFFFF)) - _HALF
     overlap = np.minimum(shift + lengths[slot], size) - np.maximum(shift, 0)
     telling = np.add.reduceat(candidates.rarity[order], starts)
-    best = np.lexsort((shift, -preference[slot], -overlap, -telling))
+    # Scattered, so that where all are alike each round of `equal_runs` reaches every part of the prompt.
+    scattered = shift * _SCATTER & np.int64(0xFFFFFFFF)
+    best = np.lexsort((-preference[slot], scattered, -overlap, -telling))
     first = np.minimum.reduceat(position, starts)
     last = np.maximum.reduceat(position, starts) + WINDOW
     return Diagonals(slot[best], shift[best], first[best], last[best])
@@ -118,22 +125,18 @@ def equal_runs(found: Diagonals, ids: IntArray, tokens_of: Callable[[int], IntAr
     The first `ROUND` diagonals are always compared. Beyond them, those whose windows are covered already are left
     out, and the work ends after `ROUNDS` rounds and `MAX_RUNS` runs.
     """
-    runs: list[Run] = []
-    covered = np.zeros(len(ids), dtype=bool)
+    rows = np.empty((0, 4), dtype=np.int64)
     for _ in range(ROUNDS):
-        fresh: list[Run] = []
         now, found = found.where(slice(ROUND)), found.where(slice(ROUND, None))
-        for slot, shift in zip(now.slot.tolist(), now.shift.tolist(), strict=True):
-            rank = -int(preference[slot])
-            fresh.extend(Run(s - e, rank, s, slot, shift) for s, e in _runs_on(shift, ids, tokens_of(slot)))
-        runs.extend(fresh)
-        if not len(found):
+        rows = np.concatenate([rows, *(_runs_on(slot, shift, ids, tokens_of(slot)) for slot, shift in now.pairs())])
+        if not len(found) or len(rows) >= MAX_RUNS:
             break
-        for run in fresh:
-            covered[run.start : run.end] = True
-        uncovered = np.append(0, np.cumsum(~covered))
+        uncovered = _uncovered_before(rows, len(ids))
         found = found.where(uncovered[found.last] > uncovered[found.first])
-    return sorted(runs)[:MAX_RUNS]
+    start, end, slot, shift = rows.T
+    columns = np.stack((start - end, -preference[slot], start, slot, shift), axis=1)
+    best = np.lexsort(columns[:, 2::-1].T)[:MAX_RUNS]
+    return [Run(*row) for row in columns[best].tolist()]
 
 
 def disjoint(runs: list[Run]) -> list[Run]:
@@ -157,16 +160,22 @@ def disjoint(runs: list[Run]) -> list[Run]:
     return taken
 
 
-def _runs_on(shift: int, ids: IntArray, tokens: IntArray) -> list[tuple[int, int]]:
+def _runs_on(slot: int, shift: int, ids: IntArray, tokens: IntArray) -> Column:
+    """Rows of start, end, slot, shift: the long runs of one diagonal, ``(n, 4)``."""
     low, high = max(shift, 0), min(shift + len(tokens), len(ids))
-    equal = ids[low:high] == tokens[low - shift : high - shift]
-    if equal.all():
-        return [(low, high)]
-    breaks = np.flatnonzero(~equal)
-    starts = np.append(0, breaks + 1)
-    ends = np.append(breaks, len(equal))
-    long = ends - starts >= WINDOW
-    return list(zip((starts[long] + low).tolist(), (ends[long] + low).tolist(), strict=True))
+    unequal = np.ones(high - low + 2, dtype=bool)
+    np.not_equal(ids[low:high], tokens[low - shift : high - shift], out=unequal[1:-1])
+    breaks = np.flatnonzero(unequal) + low
+    long = np.flatnonzero(breaks[1:] - breaks[:-1] > WINDOW)
+    rows = np.empty((len(long), 4), dtype=np.int64)
+    rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3] = breaks[long], breaks[long + 1] - 1, slot, shift
+    return rows
+
+
+def _uncovered_before(rows: Column, size: int) -> Column:
+    """For each position, the count of positions before it that lie in no run, ``(size + 1,)``."""
+    steps = np.bincount(rows[:, 0], minlength=size + 1) - np.bincount(rows[:, 1], minlength=size + 1)
+    return np.append(0, np.cumsum(np.cumsum(steps[:-1]) == 0))
 
 
 def _free_parts(run: Run, starts: list[int], ends: list[int]) -> list[tuple[int, int]]:

@@ -1,0 +1,32 @@
+"""kvboost-rag: a local model that reads every document once."""
+
+from .config import EngineConfig, SamplingParams
+from .engine import Engine
+from .errors import (
+    ConfigError,
+    ContextOverflowError,
+    EngineClosedError,
+    KVBoostError,
+    PromptError,
+    UnsupportedModelError,
+)
+from .stats import Delta, EngineStats, Generation, Prefill, Timing, Usage, WarmReport
+
+__all__ = [
+    "ConfigError",
+    "ContextOverflowError",
+    "Delta",
+    "Engine",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineStats",
+    "Generation",
+    "KVBoostError",
+    "Prefill",
+    "PromptError",
+    "SamplingParams",
+    "Timing",
+    "UnsupportedModelError",
+    "Usage",
+    "WarmReport",
+]

@@ -1,0 +1,54 @@
+"""Calibrated cost model: seconds of a plan against seconds of computing it all. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .planner import Plan
+from .repair import Recipe, budget_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Coefficients of one model on one machine.
+
+    Attributes:
+        pass_s: fixed cost of a forward pass, whatever its length.
+        token_s: cost of one token through all layers, attention aside.
+        pair_s: cost of one query token looking at one key, all layers.
+        move_s: fetching, moving and placing one reused token.
+        plan_s: fixed cost of assembling a reused prompt.
+    """
+
+    pass_s: float
+    token_s: float
+    pair_s: float
+    move_s: float
+    plan_s: float = 0.0
+
+    def pass_cost(self, tokens: int, seen: float, share: float = 1.0) -> float:
+        """Seconds of a pass of ``tokens`` rows that see ``seen`` keys on average, over a share of the layers."""
+        return self.pass_s + share * tokens * (self.token_s + self.pair_s * seen)
+
+    def compute(self, plan: Plan) -> float:
+        """Seconds of the plan without approximate segments: exact hits loaded, the rest computed in one pass."""
+        n, e = plan.prompt_tokens, plan.exact_end
+        return self.move_s * e + self.pass_cost(n - e, (n + e) / 2)
+
+    def reuse(self, plan: Plan, recipe: Recipe) -> float:
+        """Seconds of the plan as it stands."""
+        n, moved, fresh = plan.prompt_tokens, plan.tokens("approximate"), plan.tokens("compute")
+        floor = sum(min(recipe.floor_tokens, r.end - r.start) for r in plan.runs)
+        seen = 0.6 * n
+        seconds = self.plan_s + self.move_s * (moved + plan.exact_end)
+        picked = 0
+        if recipe.strategy == "selective":
+            picked = sum(min(recipe.window_tokens, r.end - r.start) for r in plan.runs)
+        elif recipe.strategy == "cacheblend":
+            picked = budget_tokens(plan.runs, recipe.ratio)
+        if recipe.probe == "deviation":
+            seconds += self.pass_cost(moved + fresh, n / 2, share=0.1)
+        elif recipe.probe == "query":
+            seconds += self.pass_cost(min(fresh, 128) + floor, seen, share=recipe.probe_to)
+        rows = min(fresh + floor + picked, n - plan.exact_end)
+        return seconds + self.pass_cost(rows, seen)

@@ -1,0 +1,441 @@
+"""The engine: a local Hugging Face model that reads every document once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from tqdm.auto import tqdm
+
+from . import hf
+from .calibration import measure_costs, recipe_of
+from .chunking import BreakFinder
+from .chunks import IntArray, Scope
+from .config import EngineConfig, Reuse, SamplingParams, check_namespace
+from .kv import Cancelled
+from .errors import ConfigError, ContextOverflowError, EngineClosedError, PromptError
+from .forgetting import chunks_holding
+from .library import Library
+from .prefill import Executor
+from .prompts import PromptEncoder
+from .selfcheck import self_check
+from .serving import Request, Served, Serving
+from .stats import Delta, EngineStats, Generation, Prefill, Timing, Usage, WarmReport
+from .warming import Keeper
+
+Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
+_MODES: dict[str, tuple[str, ...]] = {
+    "off": ("off",),
+    "exact": ("off", "exact"),
+    "approximate": ("off", "exact", "approximate"),
+}
+
+
+class Engine:
+    """Runs one model and keeps the KV of what it read, per namespace.
+
+    Thread-safe: requests of several threads run one after the other. Results do not depend on the order.
+
+    Args:
+        model: a Hugging Face causal language model with rotary positions.
+        tokenizer: its tokenizer; None if prompts are always token ids.
+        config: see `EngineConfig`.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served in ``config.reuse``; says which layer and which mode can.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.config = config or EngineConfig()
+        spec = hf.inspect_model(model)
+        self._window_tokens = spec.window_tokens
+        runner = hf.ModelRunner(model, spec)
+        rope = None
+        self.checked = None
+        if self.config.reuse != "off":
+            rope, self.checked = self_check(runner, moving=self.config.reuse == "approximate")
+        self._encoder = PromptEncoder(tokenizer, markers=self.config.markers)
+        self._weights = hf.weights_version(model)
+        self.fingerprint = hf.fingerprint(model, tokenizer)
+        self._lock = threading.Lock()  # one request in the model at a time
+        self._totals: Counter[str] = Counter()
+        self._fallbacks: Counter[str] = Counter()
+        self._closed = False
+        self._library = Library(self.config.ram_budget_bytes)
+        executor = Executor(runner, rope)
+        token_bytes = spec.layers * spec.kv_heads * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize
+        breaks = None if tokenizer is None else BreakFinder(lambda token: str(tokenizer.decode([token])))
+        self._keeper = Keeper(
+            executor, self._library, breaks, self.config, token_bytes=token_bytes, window_tokens=spec.window_tokens
+        )
+        costs = measure_costs(runner, rope) if rope is not None and self.config.fallback else None
+        self._serving = Serving(
+            runner,
+            executor,
+            self._library,
+            self._keeper,
+            tokenizer,
+            self.config,
+            recipe=recipe_of(self.config),
+            costs=costs,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        *,
+        gguf_file: str | None = None,
+        dtype: Any = "auto",
+        device: Any = "auto",
+        config: EngineConfig | None = None,
+        **hf_options: Any,
+    ) -> Engine:
+        """Load a model by hub id or folder and build an engine on it.
+
+        Args:
+            model: hub id or folder.
+            gguf_file: name of a GGUF file in it.
+            dtype: torch dtype or "auto" for the checkpoint's own.
+            device: torch device or "auto" for CUDA where there is one.
+            config: see `EngineConfig`.
+            hf_options: for `AutoModelForCausalLM.from_pretrained`.
+        """
+        loaded, tokenizer = hf.load_pretrained(model, gguf_file=gguf_file, dtype=dtype, device=device, **hf_options)
+        return cls(loaded, tokenizer, config)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---- prompts -------------------------------------------------------------------------------------------------
+
+    def tokenize(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+        """The ids that will run for a prompt.
+
+        Raises:
+            PromptError: the prompt cannot be tokenised as it stands.
+        """
+        return self._encoder.encode(prompt, tools=tools).tolist()  # type: ignore[no-any-return]
+
+    def prefill(
+        self,
+        prompt: Prompt,
+        *,
+        namespace: str | None = None,
+        reuse: Reuse | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Prefill:
+        """Compute everything before the first answer token; the cache is the caller's."""
+        request = self._request(prompt, None, namespace, reuse, tools)
+        with self._running():
+            served = self._serving.prefill(request)
+            first = time.perf_counter()
+            self._serving.keep(request, served)
+        self._count(served.usage(), served.fallback_reason)
+        end = time.perf_counter()
+        return Prefill(
+            logits=served.executed.logits,
+            cache=served.executed.cache,
+            token_ids=tuple(request.ids.tolist()),
+            plan=served.plan,
+            usage=served.usage(),
+            timing=served.timing(
+                request, ttft_s=first - request.started, total_s=end - request.started, store_s=end - first
+            ),
+            fallback_reason=served.fallback_reason,
+        )
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        sampling: SamplingParams | None = None,
+        namespace: str | None = None,
+        reuse: Reuse | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Generation:
+        """Answer a prompt.
+
+        Args:
+            prompt: text (tokenised as Hugging Face would), chat messages, or token ids.
+            sampling: see `SamplingParams`; greedy by default.
+            namespace: tenant whose chunks may be used and added to; the configured one by default.
+            reuse: a mode no wider than the configured one.
+            tools: tool descriptions for the chat template.
+
+        Raises:
+            PromptError: the prompt cannot be run; ContextOverflowError if it is too long.
+            ConfigError: a bad namespace or mode.
+        """
+        return self._answer(self._request(prompt, sampling, namespace, reuse, tools), _ignore)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        sampling: SamplingParams | None = None,
+        namespace: str | None = None,
+        reuse: Reuse | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Iterator[Delta]:
+        """Answer a prompt piece by piece; the last delta carries the `Generation`.
+
+        Bad input raises here, not at the first step. Closing the iterator stops the computation.
+        """
+        return self._stream(self._request(prompt, sampling, namespace, reuse, tools))
+
+    async def agenerate(
+        self,
+        prompt: Prompt,
+        *,
+        sampling: SamplingParams | None = None,
+        namespace: str | None = None,
+        reuse: Reuse | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Generation:
+        """`generate` off the event loop; cancelling the task stops the computation."""
+        request = await asyncio.to_thread(self._request, prompt, sampling, namespace, reuse, tools)
+        work = asyncio.ensure_future(asyncio.to_thread(self._answer, request, _ignore))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            request.cancel.set()
+            with contextlib.suppress(Exception):
+                await work
+            raise
+
+    async def astream(
+        self,
+        prompt: Prompt,
+        *,
+        sampling: SamplingParams | None = None,
+        namespace: str | None = None,
+        reuse: Reuse | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> AsyncIterator[Delta]:
+        """`stream` off the event loop; leaving the iterator or cancelling the task stops the computation."""
+        request = await asyncio.to_thread(self._request, prompt, sampling, namespace, reuse, tools)
+        loop = asyncio.get_running_loop()
+        out: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
+
+        def put(item: Delta | BaseException) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop may be gone when a cancelled answer ends
+                loop.call_soon_threadsafe(out.put_nowait, item)
+
+        work = asyncio.ensure_future(asyncio.to_thread(self._feed, request, put))
+        try:
+            while True:
+                delta = _delta_or_raise(await out.get())
+                yield delta
+                if delta.generation is not None:
+                    return
+        finally:
+            request.cancel.set()
+            await asyncio.shield(work)
+
+    # ---- documents -----------------------------------------------------------------------------------------------
+
+    def warm(
+        self,
+        texts: str | Sequence[str],
+        *,
+        namespace: str | None = None,
+        context: str = "",
+        show_progress: bool = False,
+    ) -> WarmReport:
+        """Compute and keep the KV of documents before they are asked for.
+
+        Args:
+            texts: documents, as they will be rendered into prompts.
+            namespace: tenant that may use them.
+            context: text that prompts have in front of their first document (rendered, special tokens and all).
+                Documents encoded behind it are an exact hit as first document, and a better one elsewhere.
+            show_progress: draw a progress bar.
+
+        Raises:
+            PromptError: a document is not text. Nothing of this call is stored then.
+        """
+        started = time.perf_counter()
+        scope = self._scope(namespace)
+        documents = [texts] if isinstance(texts, str) else list(texts)
+        if self.config.reuse == "off":
+            raise ConfigError("reuse is 'off', so warming has no effect; use reuse='exact' or 'approximate'")
+        encoded = [self._encoder.encode_after(context, text) for text in documents]
+        totals: Counter[str] = Counter()
+        for ids, split in tqdm(encoded, desc="warming", unit="doc", disable=not show_progress):
+            before, document = ids[:split], ids[split:]
+            if len(before) + 1 >= self._window_tokens:
+                raise ContextOverflowError(len(before), self._window_tokens, extra=" (warm context alone)")
+            with self._running():
+                kv = self._keeper.context_kv(scope, before) if len(before) else None
+                done = self._keeper.warm(scope, document, before, kv)
+            totals[done.outcome] += 1
+            totals.update(chunks=done.chunks, tokens=done.tokens, stored_bytes=done.stored_bytes)
+        return WarmReport(
+            documents=len(documents),
+            computed=totals["computed"],
+            already_warm=totals["warm"],
+            too_short=totals["short"],
+            rejected=totals["rejected"],
+            chunks=totals["chunks"],
+            tokens=totals["tokens"],
+            stored_bytes=totals["stored_bytes"],
+            seconds=time.perf_counter() - started,
+        )
+
+    def forget(self, texts: str | Sequence[str], *, namespace: str | None = None) -> int:
+        """Drop every chunk that holds a document, warmed or seen inside prompts; returns how many.
+
+        Chunks of other documents that share only a passage with it stay.
+        """
+        scope = self._scope(namespace)
+        documents = [texts] if isinstance(texts, str) else list(texts)
+        encoded = [self._encoder.encode_text(text) for text in documents]
+        found = chunks_holding(self._library.headers(scope), encoded)
+        return self._library.delete(found)
+
+    def clear(self, namespace: str | None = None) -> int:
+        """Drop every chunk of a namespace (the configured one by default); returns how many."""
+        return self._library.clear(self._scope(namespace))
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Totals since the engine was made."""
+        store = self._library.stats()
+        return EngineStats(
+            **dict(self._totals),
+            fallbacks=dict(self._fallbacks),
+            chunks=store.chunks,
+            stored_bytes=store.stored_bytes,
+            budget_bytes=store.budget_bytes,
+            pinned_bytes=store.pinned_bytes,
+            evictions=store.evictions,
+            rejections=store.rejections,
+        )
+
+    def close(self) -> None:
+        """Free all stored KV; further calls raise `EngineClosedError`. The model stays the caller's."""
+        self._closed = True
+        self._library.clear()
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _request(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        namespace: str | None,
+        reuse: Reuse | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> Request:
+        started = time.perf_counter()
+        scope = self._scope(namespace)
+        mode = self.config.reuse if reuse is None else reuse
+        if mode not in _MODES[self.config.reuse]:
+            raise ConfigError(
+                f"reuse is {reuse!r} but this engine was made with reuse={self.config.reuse!r}; choose one of "
+                f"{', '.join(map(repr, _MODES[self.config.reuse]))}, or make the engine with a wider mode"
+            )
+        ids = self._encoder.encode(prompt, tools=tools)
+        self._check_length(ids)
+        return Request(ids, scope, mode, sampling or SamplingParams(), started, time.perf_counter() - started)
+
+    def _check_length(self, ids: IntArray) -> None:
+        if len(ids) > self._window_tokens:
+            raise ContextOverflowError(len(ids), self._window_tokens)
+        vocab = self._serving.vocab
+        if int(ids.max()) >= vocab or int(ids.min()) < 0:
+            bad = int(ids.max()) if int(ids.max()) >= vocab else int(ids.min())
+            raise PromptError(f"token id {bad} is outside of the model's vocabulary of {vocab}; use its own tokenizer")
+
+    def _scope(self, namespace: str | None) -> Scope:
+        if self._closed:
+            raise EngineClosedError("the engine was closed; make a new one")
+        name = self.config.namespace if namespace is None else check_namespace(namespace)
+        return Scope(self._current_fingerprint(), name)
+
+    def _current_fingerprint(self) -> str:
+        version = hf.weights_version(self.model)
+        if version != self._weights:
+            # Weights or adapters changed under us: nothing stored belongs to this model any more.
+            self._weights, self.fingerprint = version, hf.fingerprint(self.model, self.tokenizer)
+            self._library.clear()
+        return self.fingerprint
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise EngineClosedError("the engine was closed; make a new one")
+            yield
+
+    def _answer(self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None]) -> Generation:
+        with self._running():
+            try:
+                generation, served = self._serving.answer(request, on_delta)
+            except Cancelled:
+                return _nothing(request)
+        self._count(generation.usage, served.fallback_reason)
+        return generation
+
+    def _stream(self, request: Request) -> Iterator[Delta]:
+        out: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
+        worker = threading.Thread(target=self._feed, args=(request, out.put), name="kvboost-answer", daemon=True)
+        worker.start()
+        try:
+            while True:
+                delta = _delta_or_raise(out.get())
+                yield delta
+                if delta.generation is not None:
+                    return
+        finally:
+            request.cancel.set()
+            worker.join()
+
+    def _feed(self, request: Request, put: Callable[[Delta | BaseException], None]) -> None:
+        try:
+            generation = self._answer(request, lambda text, ids: put(Delta(text=text, token_ids=ids)))
+            put(Delta(text="", generation=generation))
+        except BaseException as error:  # it is raised again on the consumer's side
+            put(error)
+
+    def _count(self, usage: Usage, fallback_reason: str | None) -> None:
+        with self._lock:
+            self._totals["requests"] += 1
+            for name in Usage.__dataclass_fields__:
+                self._totals[name] += getattr(usage, name)
+            if fallback_reason is not None:
+                self._fallbacks[fallback_reason.split(":")[0]] += 1
+
+
+def _ignore(text: str, ids: tuple[int, ...]) -> None:
+    """Deltas nobody asked for."""
+
+
+def _delta_or_raise(item: Delta | BaseException) -> Delta:
+    if isinstance(item, BaseException):
+        raise item
+    return item
+
+
+def _nothing(request: Request) -> Generation:
+    """The answer of a request that was cancelled before its first token."""
+    elapsed = time.perf_counter() - request.started
+    usage = Usage(prompt_tokens=len(request.ids))
+    timing = Timing(tokenize_s=request.tokenize_s, total_s=elapsed)
+    return Generation(text="", token_ids=(), finish_reason="cancelled", usage=usage, timing=timing)
+
+
+__all__ = ["Engine", "Prompt", "Served"]

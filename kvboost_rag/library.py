@@ -1,0 +1,111 @@
+"""The store and the index of stored chunks, kept in step. What enters and leaves does so here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from .chunks import ChunkHeader, Hit, IntArray, Scope
+from .index import ChunkIndex
+from .kv import KVRun
+from .store import Chunk, MemoryStore, StoreStats
+
+Kept = Literal["kept", "present", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What is stored of a prompt.
+
+    Attributes:
+        exact: hits that tile the prompt from position 0.
+        approximate: hits in the rest.
+        headers: of every chunk that is hit, by key.
+    """
+
+    exact: tuple[Hit, ...]
+    approximate: tuple[Hit, ...]
+    headers: dict[str, ChunkHeader]
+
+
+class Library:
+    """Chunks of all scopes of one engine. Thread-safe.
+
+    Lock order: the store's lock, then ours (`MemoryStore` tells us of evictions under its lock). So nothing here calls
+    the store while holding our lock.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._index = ChunkIndex()
+        self._store: MemoryStore[KVRun] = MemoryStore(budget_bytes, on_evict=self._left)
+
+    def match(self, scope: Scope, ids: IntArray, *, approximate: bool) -> Match:
+        """Find what is stored of ``ids``."""
+        with self._lock:
+            exact = self._index.match_exact(scope, ids)
+            end = exact[-1].end if exact else 0
+            runs = self._index.match_runs(scope, ids, end) if approximate else ()
+            found = {hit.key: self._index.get(hit.key) for hit in (*exact, *runs)}
+        return Match(exact, runs, {key: header for key, header in found.items() if header is not None})
+
+    @contextmanager
+    def pin(self, keys: Sequence[str]) -> Iterator[dict[str, KVRun] | None]:
+        """KV of all ``keys``, held until the block is left; None if any of them is gone by now."""
+        with self._store.pin(keys) as chunks:
+            missing = [key for key, chunk in zip(keys, chunks, strict=True) if chunk is None]
+            for key in missing:
+                self._discard(key)
+            yield None if missing else {c.header.key: c.kv for c in chunks if c is not None}
+
+    def keep(self, header: ChunkHeader, kv_bytes: int, take: Callable[[], KVRun]) -> Kept:
+        """Store a chunk; room is made before ``take`` copies anything."""
+        if header.key in self._store:
+            return "present"
+        ids = header.tokens.nbytes + (0 if header.history is None else header.history.nbytes)
+        reservation = self._store.reserve(kv_bytes + ids)
+        if reservation is None:
+            return "refused"
+        with reservation:
+            if not self._store.put(Chunk(header, take()), reservation):
+                return "refused"
+        with self._lock:
+            self._index.add(header)
+        if header.key not in self._store:  # evicted between the two locks
+            self._discard(header.key)
+        return "kept"
+
+    def has(self, header: ChunkHeader) -> bool:
+        """Whether the chunk is stored."""
+        return header.key in self._store
+
+    def with_content(self, scope: Scope, tokens: IntArray) -> list[ChunkHeader]:
+        """Chunks that hold exactly these tokens."""
+        with self._lock:
+            return self._index.find_content(scope, tokens)
+
+    def headers(self, scope: Scope) -> list[ChunkHeader]:
+        """All chunks of a scope."""
+        return list(self._store.scan(scope))
+
+    def delete(self, keys: Sequence[str]) -> int:
+        """Forget chunks; returns how many there were."""
+        return sum(self._store.delete(key) for key in keys)
+
+    def clear(self, scope: Scope | None = None) -> int:
+        """Forget all chunks of a scope, or of all; returns how many there were."""
+        return self._store.clear(scope)
+
+    def stats(self) -> StoreStats:
+        """State of the store."""
+        return self._store.stats()
+
+    def _left(self, header: ChunkHeader) -> None:
+        self._discard(header.key)
+
+    def _discard(self, key: str) -> None:
+        with self._lock:
+            self._index.discard(key)

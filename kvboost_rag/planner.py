@@ -1,0 +1,147 @@
+"""From hits to a plan: segments that tile the prompt. Pure; no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from .chunks import ChunkHeader, Hit
+from .repair import Run
+
+Kind = Literal["exact", "approximate", "compute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Prompt positions ``[start, end)`` and where their KV comes from.
+
+    Attributes:
+        kind: "exact", "approximate" or "compute".
+        start, end: positions in the prompt.
+        key: chunk that serves the segment; None for "compute".
+        offset: first token inside that chunk.
+        delta: how far the keys move, in positions; 0 for exact segments.
+    """
+
+    kind: Kind
+    start: int
+    end: int
+    key: str | None = None
+    offset: int = 0
+    delta: int = 0
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one prompt is served. The segments tile ``[0, prompt_tokens)`` in order.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        segments: see there; the last token is always computed.
+        runs: approximate stretches that moved as one piece: a seam lies only between runs.
+    """
+
+    prompt_tokens: int
+    segments: tuple[Segment, ...]
+    runs: tuple[Run, ...] = ()
+
+    def __post_init__(self) -> None:
+        at = 0
+        for segment in self.segments:
+            if segment.start != at or segment.end <= segment.start:
+                raise ValueError(f"segment {segment} does not continue the plan at {at}")
+            at = segment.end
+        if at != self.prompt_tokens:
+            raise ValueError(f"the segments end at {at}, the prompt at {self.prompt_tokens}")
+
+    def tokens(self, kind: Kind) -> int:
+        """Tokens of one kind."""
+        return sum(len(s) for s in self.segments if s.kind == kind)
+
+    @property
+    def exact_end(self) -> int:
+        """Tokens from position 0 that are exact hits."""
+        return next((s.start for s in self.segments if s.kind != "exact"), self.prompt_tokens)
+
+    @property
+    def pure_until(self) -> int:
+        """Position up to which everything computed sees only exact KV."""
+        return next((s.start for s in self.segments if s.kind == "approximate"), self.prompt_tokens)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Chunks the plan needs, in prompt order, without repeats."""
+        return tuple(dict.fromkeys(s.key for s in self.segments if s.key is not None))
+
+
+def make_plan(
+    prompt_tokens: int,
+    exact: Sequence[Hit],
+    approximate: Sequence[Hit] = (),
+    headers: Mapping[str, ChunkHeader] | None = None,
+) -> Plan:
+    """Tile a prompt with hits; whatever no hit covers, and always the last token, is computed.
+
+    Args:
+        prompt_tokens: length of the prompt, at least 1.
+        exact: hits that tile ``[0, e)``.
+        approximate: hits in ``[e, prompt_tokens)``, ascending, not overlapping.
+        headers: of all approximate hits.
+    """
+    last = prompt_tokens - 1
+    segments: list[Segment] = []
+    for hit in exact:
+        if hit.start < last:
+            segments.append(Segment("exact", hit.start, min(hit.end, last), hit.key, hit.offset))
+    for hit in approximate:
+        if hit.start >= last:
+            continue
+        header = (headers or {})[hit.key]
+        delta = hit.start - (header.base + hit.offset)
+        _fill(segments, hit.start)
+        segments.append(Segment("approximate", hit.start, min(hit.end, last), hit.key, hit.offset, delta))
+    _fill(segments, prompt_tokens)
+    return Plan(prompt_tokens, tuple(segments), _runs(segments, headers or {}))
+
+
+def without_approximate(plan: Plan) -> Plan:
+    """The same plan with approximate segments computed: exact, what a full prefill gives."""
+    segments: list[Segment] = [s for s in plan.segments if s.kind == "exact"]
+    _fill(segments, plan.prompt_tokens)
+    return Plan(plan.prompt_tokens, tuple(segments))
+
+
+def _fill(segments: list[Segment], end: int) -> None:
+    start = segments[-1].end if segments else 0
+    if start < end:
+        segments.append(Segment("compute", start, end))
+
+
+def _runs(segments: Sequence[Segment], headers: Mapping[str, ChunkHeader]) -> tuple[Run, ...]:
+    runs: list[Run] = []
+    before: Segment | None = None
+    for segment in segments:
+        if segment.kind == "approximate":
+            if before is not None and _continues(before, segment, headers):
+                runs[-1] = Run(runs[-1].start, segment.end)
+            else:
+                runs.append(Run(segment.start, segment.end))
+        before = segment if segment.kind == "approximate" else None
+    return tuple(runs)
+
+
+def _continues(a: Segment, b: Segment, headers: Mapping[str, ChunkHeader]) -> bool:
+    """Whether b's KV was computed right behind a's, in the same pass: then no seam lies between them."""
+    if a.end != b.start or a.delta != b.delta or a.key is None or b.key is None:
+        return False
+    first, second = headers[a.key], headers[b.key]
+    if second.history is None or first.history is None:
+        return a.key == b.key
+    mine = np.concatenate([first.history, first.tokens])[: b.start - b.delta]
+    return bool(np.array_equal(mine, np.concatenate([second.history, second.tokens])[: b.start - b.delta]))

@@ -1,0 +1,228 @@
+"""Execution of a plan: place stored KV, probe, choose, run. One or two sparse passes over one cache."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .chunks import IntArray
+from .hf import ModelRunner, cache_over
+from .kv import KVRun, RequestKV
+from .passes import AttentionProbe
+from .planner import Plan
+from .repair import Positions, Recipe, Run, Scores, choose, floor_positions
+from .rope import Rope
+
+PROBE_ROWS = 64  # last new tokens whose attention counts: the question and the turn's end
+LEADING_ROWS = 32  # a longer new preamble runs once, in a pass of its own, instead of in both passes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Executed:
+    """A prompt that is ready to decode.
+
+    Attributes:
+        kv: block that holds every prompt token.
+        cache: Hugging Face view of it.
+        logits: of the last prompt token, float32 ``(vocab,)``.
+        charged: tokens that ran, each pass charged by its share of the layers.
+        repaired: approximate positions that were recomputed.
+        load_s, model_s: seconds spent placing chunks and inside forward passes.
+    """
+
+    kv: RequestKV
+    cache: Any
+    logits: torch.Tensor
+    charged: float
+    repaired: Positions
+    load_s: float
+    model_s: float
+
+
+class Executor:
+    """Runs plans of one model. Not thread-safe: one request at a time."""
+
+    def __init__(self, runner: ModelRunner, rope: Rope | None) -> None:
+        self.runner, self.rope = runner, rope
+
+    def run(
+        self,
+        ids: IntArray,
+        plan: Plan,
+        chunks: Mapping[str, KVRun],
+        recipe: Recipe,
+        *,
+        room: int = 0,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Executed:
+        """Serve a plan.
+
+        Args:
+            ids: the prompt, int32 ``(n,)``.
+            plan: tiles it.
+            chunks: KV of every key in the plan.
+            recipe: repair of the approximate segments.
+            room: tokens of capacity to leave behind the prompt.
+            cancelled: asked at every layer, also while decoding later on; true raises `Cancelled`.
+        """
+        return _Request(self.runner, self.rope, ids, plan, recipe).run(chunks, room, cancelled)
+
+
+class _Request:
+    """The state of one execution, so that each step reads as one line."""
+
+    def __init__(self, runner: ModelRunner, rope: Rope | None, ids: IntArray, plan: Plan, recipe: Recipe) -> None:
+        self.runner, self.rope, self.plan, self.recipe = runner, rope, plan, recipe
+        self.device = runner.spec.device
+        self.ids = torch.from_numpy(ids.astype(np.int64)).to(self.device)
+        self.charged = 0.0
+        self.model_s = 0.0
+        self.new = np.concatenate(
+            [np.empty(0, np.int64), *[np.arange(s.start, s.end) for s in plan.segments if s.kind == "compute"]]
+        )
+
+    def run(self, chunks: Mapping[str, KVRun], room: int, cancelled: Callable[[], bool] | None) -> Executed:
+        started = time.perf_counter()
+        n = self.plan.prompt_tokens
+        self.kv = self.runner.new_kv(n, n + room)
+        self.kv.cancelled = cancelled
+        self.cache = cache_over(self.kv)
+        for segment in self.plan.segments:
+            if segment.key is not None:
+                self.kv.place(
+                    chunks[segment.key],
+                    segment.start,
+                    offset=segment.offset,
+                    length=len(segment),
+                    delta=segment.delta,
+                    rope=self.rope,
+                )
+        _synchronise(self.device)
+        load_s = time.perf_counter() - started
+        new = self._leading_pass()
+        scores = self._probe(new)
+        repaired = choose(self.recipe, self.plan.runs, scores)
+        rows = np.union1d(new, repaired)
+        hook = self._offset_hook(rows, repaired) if scores is not None and self.recipe.offset else None
+        self.kv.before_write = hook
+        logits = self._pass(rows)
+        self.kv.before_write = None
+        assert logits is not None
+        return Executed(self.kv, self.cache, logits, self.charged, repaired, load_s, self.model_s)
+
+    def _pass(self, rows: Positions, *, layers: int | None = None, **options: Any) -> torch.Tensor | None:
+        started = time.perf_counter()
+        positions = torch.from_numpy(rows).to(self.device)
+        logits = self.runner.run(self.kv, self.cache, self.ids[positions], positions, layers=layers, **options)
+        _synchronise(self.device)
+        self.model_s += time.perf_counter() - started
+        depth = self.runner.spec.layers
+        self.charged += len(rows) * min(layers or depth, depth) / depth
+        return logits
+
+    def _leading_pass(self) -> Positions:
+        """Run a long new preamble on its own: it sees only exact KV, so once is enough. Returns what is left."""
+        if self.recipe.probe is None or not self.plan.runs:
+            return self.new
+        leading = self.new[self.new < self.plan.pure_until]
+        if len(leading) <= LEADING_ROWS:
+            return self.new
+        self._pass(leading, hidden=self._unfilled(leading))
+        self.filled = leading
+        return self.new[self.new >= self.plan.pure_until]
+
+    def _unfilled(self, rows: Positions) -> torch.Tensor:
+        hidden = np.zeros(self.plan.prompt_tokens, bool)
+        hidden[self.new] = True
+        hidden[getattr(self, "filled", np.empty(0, np.int64))] = False
+        hidden[rows] = False
+        return torch.from_numpy(hidden).to(self.device)
+
+    def _probe(self, new: Positions) -> Scores | None:
+        if self.recipe.probe is None or not self.plan.runs:
+            return None
+        if self.recipe.probe == "deviation":
+            return self._deviation(new)
+        return self._query(new)
+
+    def _query(self, new: Positions) -> Scores:
+        """Attention of the last new tokens over the moved cache, summed over a band of layers."""
+        depth = self.runner.spec.layers
+        low, high = math.floor(self.recipe.probe_from * depth), max(1, math.ceil(self.recipe.probe_to * depth))
+        asking = new[new >= self.plan.pure_until][-PROBE_ROWS:]
+        leading = new[new < self.plan.pure_until]
+        rows = np.unique(np.concatenate([leading, floor_positions(self.plan.runs, self.recipe.floor_tokens), asking]))
+        probe = AttentionProbe(
+            torch.from_numpy(np.searchsorted(rows, asking)).to(self.device), frozenset(range(min(low, high - 1), high))
+        )
+        hidden = self._unfilled(rows)
+        self._pass(rows, layers=high, hidden=hidden if bool(hidden.any()) else None, probe=probe)
+        return torch.stack([*probe.mass.values()]).sum(0).cpu().numpy()
+
+    def _deviation(self, new: Positions) -> Scores:
+        """Change of K and V in a first layer when every token runs in the new context."""
+        rows = np.union1d(new, np.concatenate([np.arange(r.start, r.end) for r in self.plan.runs]))
+        layers = min(self.recipe.deviation_layers, self.runner.spec.layers)
+        found = torch.zeros(self.plan.prompt_tokens, device=self.device)
+        slots = torch.from_numpy(rows).to(self.device)
+
+        def compare(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+            if layer == layers - 1:
+                for fresh, stale in ((keys, self.kv.keys[layer]), (values, self.kv.values[layer])):
+                    change = (fresh - stale[:, slots]).float().pow(2).sum((0, 2))
+                    found[slots] += change / fresh.float().pow(2).sum((0, 2)).mean()
+
+        self.kv.before_write = compare
+        self._pass(rows, layers=layers)
+        self.kv.before_write = None
+        return found.cpu().numpy()
+
+    def _offset_hook(self, rows: Positions, repaired: Positions) -> Any:
+        floor = floor_positions(self.plan.runs, self.recipe.floor_tokens)
+        return _MeanOffset(self, rows, np.setdiff1d(repaired, floor))
+
+
+class _MeanOffset:
+    """Adds to each run's unrepaired tokens the mean change of its repaired ones, per layer, before that layer attends.
+
+    Keys are compared before rotation, where the change does not depend on the position.
+    """
+
+    def __init__(self, request: _Request, rows: Positions, repaired: Positions) -> None:
+        self.kv, self.rope, self.weight = request.kv, request.rope, request.recipe.offset
+        device = request.device
+        self.runs = []
+        for run in request.plan.runs:
+            mine = repaired[(repaired >= run.start) & (repaired < run.end)]
+            if len(mine) >= 2:  # the mean of fewer is noise
+                self.runs.append((run, torch.from_numpy(mine).to(device),
+                                  torch.from_numpy(np.searchsorted(rows, mine)).to(device)))  # fmt: skip
+        self.tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.all = torch.arange(request.plan.prompt_tokens)
+
+    def __call__(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        assert self.rope is not None
+        group = id(self.rope.group_of[layer])
+        if group not in self.tables:
+            self.tables[group] = self.rope.tables(layer, self.all)
+        cos, sin = self.tables[group]
+        for run, slots, index in self.runs:
+            span = slice(run.start, run.end)
+            stale_k, stale_v = self.kv.keys[layer], self.kv.values[layer]
+            change = self.rope.turn(layer, keys[:, index] - stale_k[:, slots], cos[slots], -sin[slots])
+            mean = change.mean(1, keepdim=True) * self.weight
+            turned = self.rope.turn(layer, mean.expand(-1, run.end - run.start, -1), cos[span], sin[span])
+            stale_k[:, span] += turned
+            stale_v[:, span] += (values[:, index] - stale_v[:, slots]).mean(1, keepdim=True) * self.weight
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":  # pragma: no cover - not tried on the development machines
+        torch.cuda.synchronize(device)
+

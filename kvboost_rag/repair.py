@@ -1,0 +1,154 @@
+"""Which reused tokens to recompute: small pure functions from probe results to token sets.
+
+A selector gets what a probe saw of each prompt position and a budget, and returns positions. To add one, write a
+function, name it in `SELECTORS`, and say which probe feeds it.
+
+Sources: floor: EPIC (first tokens of each chunk). "deviation": CacheBlend (arXiv 2405.16444) §4.3, change of K and V in
+the first layers. "query": attention of the question over the moved cache, as in ProphetKV (arXiv 2602.02579). Mean
+offset: AgentKVShift (arXiv 2607.21604). All re-implemented from their descriptions; all approximate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Positions: TypeAlias = npt.NDArray[np.int64]
+Scores: TypeAlias = npt.NDArray[np.float32]
+ProbeKind = Literal["deviation", "query"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A stretch of the prompt that was moved as one piece: positions ``[start, end)``."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How approximate hits are repaired.
+
+    Attributes:
+        strategy: "none", "selective" or "cacheblend".
+        selector: name in `SELECTORS`, for "cacheblend".
+        ratio: share of the approximate tokens to recompute beyond the floor.
+        floor_tokens: first tokens of each run that are always recomputed.
+        window_tokens: seam window of "selective".
+        probe_from, probe_to: band of layers, as shares of the depth, whose attention counts for "query"; the probe
+            runs only up to the end of the band.
+        deviation_layers: layers that the deviation probe runs; the last of them is compared.
+        offset: weight of the mean (fresh − stale) of a run's recomputed tokens that is added to its other tokens.
+    """
+
+    strategy: Literal["none", "selective", "cacheblend"] = "cacheblend"
+    selector: str = "query"
+    ratio: float = 0.10
+    floor_tokens: int = 4
+    window_tokens: int = 16
+    probe_from: float = 0.25
+    probe_to: float = 0.75
+    deviation_layers: int = 2
+    offset: float = 0.5
+
+    @property
+    def everything(self) -> bool:
+        """Whether the budget is all approximate tokens, which is a full prefill."""
+        return self.strategy == "cacheblend" and self.ratio >= 1.0
+
+    @property
+    def probe(self) -> ProbeKind | None:
+        """The probe pass that the recipe needs."""
+        if self.strategy != "cacheblend" or self.ratio <= 0.0 or self.everything:
+            return None
+        return SELECTORS[self.selector].probe
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """A choice rule and the probe that feeds it."""
+
+    probe: ProbeKind
+    choose: Callable[[Scores, Sequence[Run], Positions, int], Positions]
+
+
+def floor_positions(runs: Sequence[Run], floor_tokens: int) -> Positions:
+    """The first tokens of each run: they act as attention sinks where they stood first, and not where they stand now."""
+    return _join([np.arange(r.start, min(r.end, r.start + floor_tokens)) for r in runs])
+
+
+def seam_positions(runs: Sequence[Run], window_tokens: int) -> Positions:
+    """Half a window on each side of every seam."""
+    after = window_tokens // 2
+    before = window_tokens - after
+    parts = []
+    for run in runs:
+        parts.append(np.arange(run.start, min(run.end, run.start + after)))
+        parts.append(np.arange(max(run.start, run.end - before), run.end))
+    return _join(parts)
+
+
+def budget_tokens(runs: Sequence[Run], ratio: float) -> int:
+    """Tokens that a ratio buys beyond the floor."""
+    return round(ratio * sum(r.end - r.start for r in runs))
+
+
+def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None) -> Positions:
+    """All positions of ``runs`` to recompute, ascending and unique.
+
+    Args:
+        recipe: the strategy.
+        runs: moved stretches of the prompt.
+        scores: what the recipe's probe saw, float32 ``(prompt,)``; None if it needs no probe.
+    """
+    if recipe.strategy == "none" or not runs:
+        return np.empty(0, np.int64)
+    if recipe.everything:
+        return _join([np.arange(r.start, r.end) for r in runs])
+    floor = floor_positions(runs, recipe.floor_tokens)
+    if recipe.strategy == "selective":
+        return _join([floor, seam_positions(runs, recipe.window_tokens)])
+    if scores is None:
+        return floor
+    candidates = np.setdiff1d(_join([np.arange(r.start, r.end) for r in runs]), floor, assume_unique=True)
+    budget = min(budget_tokens(runs, recipe.ratio), len(candidates))
+    picked = SELECTORS[recipe.selector].choose(scores, runs, candidates, budget)
+    return _join([floor, picked])
+
+
+def top_positions(scores: Scores, runs: Sequence[Run], candidates: Positions, budget: int) -> Positions:
+    """The best-scored candidates, wherever they stand."""
+    if budget <= 0:
+        return np.empty(0, np.int64)
+    order = np.argsort(-scores[candidates], kind="stable")
+    return candidates[order[:budget]]
+
+
+def top_with_quota(scores: Scores, runs: Sequence[Run], candidates: Positions, budget: int) -> Positions:
+    """The best-scored candidates, half of the budget shared among the runs by their length.
+
+    Deviation grows along the prompt, so a global top share alone would starve the first documents.
+    """
+    total = sum(r.end - r.start for r in runs)
+    picked = []
+    for run in runs:
+        own = candidates[(candidates >= run.start) & (candidates < run.end)]
+        picked.append(top_positions(scores, runs, own, budget * (run.end - run.start) // (2 * total)))
+    sure = _join(picked)
+    rest = np.setdiff1d(candidates, sure, assume_unique=True)
+    return _join([sure, top_positions(scores, runs, rest, budget - len(sure))])
+
+
+SELECTORS: Mapping[str, Selector] = {
+    "deviation": Selector("deviation", top_with_quota),
+    "query": Selector("query", top_positions),
+}
+
+
+def _join(parts: Sequence[npt.NDArray[np.integer]]) -> Positions:
+    return np.unique(np.concatenate([np.empty(0, np.int64), *[p.astype(np.int64) for p in parts]]))

@@ -1,0 +1,276 @@
+"""One request at a time through the model: look up, plan, load, run, answer, keep."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from .chunks import IntArray, Scope
+from .config import EngineConfig, Reuse, SamplingParams
+from .costs import CostModel
+from .decode import Answer
+from .hf import ModelRunner, generation_settings
+from .kv import Cancelled
+from .library import Library
+from .planner import Plan, make_plan, without_approximate
+from .prefill import Executed, Executor
+from .repair import Recipe
+from .stats import FinishReason, Generation, Timing, Usage
+from .warming import Keeper
+
+REPLANS = 3  # chunks may be evicted between lookup and pin; after so many tries the prompt is simply computed
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt on its way.
+
+    Attributes:
+        ids: int32 ``(n,)``.
+        scope: whose chunks it may use.
+        reuse: mode of this call.
+        sampling: how to continue.
+        started: `time.perf_counter` at call entry.
+        tokenize_s: seconds from entry to ids.
+        cancel: set by whoever gives up.
+    """
+
+    ids: IntArray
+    scope: Scope
+    reuse: Reuse
+    sampling: SamplingParams
+    started: float
+    tokenize_s: float
+    cancel: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """A prompt whose cache is full.
+
+    Attributes:
+        plan: what was run.
+        executed: cache and logits.
+        fallback_reason: why less was reused than was found.
+        new: stretches of the prompt that nothing stored holds.
+        queue_s, lookup_s, prefill_s: seconds, see `Timing`.
+    """
+
+    plan: Plan
+    executed: Executed
+    fallback_reason: str | None
+    new: tuple[tuple[int, int], ...]
+    queue_s: float
+    lookup_s: float
+    prefill_s: float
+
+    def usage(self, completion_tokens: int = 0) -> Usage:
+        """Tokens of the request."""
+        return Usage(
+            prompt_tokens=self.plan.prompt_tokens,
+            exact_tokens=self.plan.tokens("exact"),
+            approximate_tokens=self.plan.tokens("approximate"),
+            repaired_tokens=len(self.executed.repaired),
+            computed_tokens=math.ceil(self.executed.charged - 1e-6),
+            completion_tokens=completion_tokens,
+        )
+
+    def timing(self, request: Request, *, ttft_s: float, total_s: float, store_s: float) -> Timing:
+        """Seconds of the request."""
+        return Timing(
+            queue_s=self.queue_s,
+            tokenize_s=request.tokenize_s,
+            lookup_s=self.lookup_s,
+            load_s=self.executed.load_s,
+            prefill_s=self.prefill_s,
+            model_s=self.executed.model_s,
+            store_s=store_s,
+            ttft_s=ttft_s,
+            total_s=total_s,
+        )
+
+
+class Serving:
+    """Runs requests. Not thread-safe: the engine holds its lock around every call."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        executor: Executor,
+        library: Library,
+        keeper: Keeper,
+        tokenizer: Any,
+        config: EngineConfig,
+        *,
+        recipe: Recipe,
+        costs: CostModel | None,
+    ) -> None:
+        self._runner, self._executor, self._library, self._keeper = runner, executor, library, keeper
+        self._tokenizer, self._config, self.recipe, self.costs = tokenizer, config, recipe, costs
+
+    @property
+    def vocab(self) -> int:
+        """Token ids that the model knows."""
+        return self._runner.model.get_input_embeddings().weight.shape[0]  # type: ignore[no-any-return]
+
+    def prefill(self, request: Request, *, room: int = 0) -> Served:
+        """Fill a cache with the prompt."""
+        begun = time.perf_counter()
+        for _ in range(REPLANS):
+            plan, reason, new = self._plan(request)
+            planned = time.perf_counter()
+            with self._library.pin(plan.keys) as chunks:
+                if chunks is None:
+                    continue
+                executed = self._execute(request, plan, chunks, room)
+                break
+        else:
+            plan, reason, new = make_plan(len(request.ids), ()), "the chunks found were evicted before use", ()
+            planned = time.perf_counter()
+            executed = self._execute(request, plan, {}, room)
+        return Served(
+            plan,
+            executed,
+            reason,
+            new,
+            queue_s=begun - request.started - request.tokenize_s,
+            lookup_s=planned - begun,
+            prefill_s=time.perf_counter() - planned - executed.load_s,
+        )
+
+    def answer(self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None]) -> tuple[Generation, Served]:
+        """Fill the cache and continue the prompt.
+
+        Raises:
+            Cancelled: the caller gave up before the first token.
+        """
+        n = len(request.ids)
+        room = min(request.sampling.max_tokens, self._runner.spec.window_tokens - n + 1)
+        served = self.prefill(request, room=min(room, 512))
+        first: list[float] = []
+        settings = generation_settings(self._runner.model, self._tokenizer, request.sampling, room)
+        answer = Answer(
+            self._decode,
+            prompt_tokens=n,
+            eos=frozenset(settings.eos_token_id or ()),
+            stops=request.sampling.stop,
+            cancel=request.cancel,
+            on_first=lambda: first.append(time.perf_counter()),
+            on_delta=on_delta,
+        )
+        self._generate(request, served, settings, answer)
+        text, reason = answer.finish()
+        ended = time.perf_counter()
+        self.keep(request, served, answer.ids)
+        generation = self._generation(request, served, answer, text, reason, (first or [ended])[0], ended)
+        return generation, served
+
+    def keep(self, request: Request, served: Served, answer: Sequence[int] = ()) -> None:
+        """Store new text of a served prompt, and its answer where the whole history is exact."""
+        if not self._config.store_prompts or not served.new:
+            return
+        n = len(request.ids)
+        kv = served.executed.kv
+        end = n
+        new = list(served.new)
+        if not served.plan.runs and new[-1][1] == n:
+            end = min(kv.lengths[0], n + len(answer))
+            new[-1] = (new[-1][0], end)
+        ids = np.concatenate([request.ids, np.asarray(answer[: end - n], dtype=np.int32)])
+        exact_until = end if not served.plan.runs else served.plan.pure_until
+        self._keeper.keep_prompt(request.scope, ids, kv, new=new, exact_until=exact_until)
+
+    def _plan(self, request: Request) -> tuple[Plan, str | None, tuple[tuple[int, int], ...]]:
+        n = len(request.ids)
+        if request.reuse == "off":
+            return make_plan(n, ()), None, ()
+        static = self._runner.spec.static_rope_tokens
+        if static is not None and n > static:
+            reason = f"the prompt has {n} tokens and the rotary frequencies change beyond {static}"
+            return make_plan(n, ()), reason, ()
+        # Text already stored is looked up even when this call may not use it, so that it is not stored again.
+        match = self._library.match(request.scope, request.ids, approximate=self._config.reuse == "approximate")
+        full = make_plan(n, match.exact, match.approximate, match.headers)
+        covered = (*match.exact, *match.approximate)
+        new = _gaps(n, [(hit.start, hit.end) for hit in covered])
+        if not full.runs:
+            return full, None, new
+        if request.reuse == "exact":
+            return without_approximate(full), None, new
+        reason = self._fallback(full)
+        return (full if reason is None else without_approximate(full)), reason, new
+
+    def _fallback(self, plan: Plan) -> str | None:
+        if self.costs is None or not self._config.fallback:
+            return None
+        reuse, compute = self.costs.reuse(plan, self.recipe), self.costs.compute(plan)
+        if reuse < compute:
+            return None
+        return f"computing is predicted to be cheaper: {compute:.3g} s against {reuse:.3g} s with reuse"
+
+    def _execute(self, request: Request, plan: Plan, chunks: Any, room: int) -> Executed:
+        return self._executor.run(
+            request.ids, plan, chunks, self.recipe, room=room, cancelled=request.cancel.is_set
+        )
+
+    def _generate(self, request: Request, served: Served, settings: Any, answer: Answer) -> None:
+        ids = torch.from_numpy(request.ids.astype(np.int64)).to(self._runner.spec.device)[None]
+        processors = list(request.sampling.logits_processors)
+        seed = request.sampling.seed
+        # generate draws from torch's global generator; leave it as it was.
+        with torch.random.fork_rng(devices=_cuda_devices(self._runner), enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            try:
+                self._runner.generate(
+                    ids,
+                    served.executed.logits,
+                    served.executed.cache,
+                    settings,
+                    stopping_criteria=[answer],
+                    logits_processor=processors,
+                )
+            except Cancelled:
+                pass  # what was generated so far stays the answer
+
+    def _decode(self, ids: list[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def _generation(
+        self, request: Request, served: Served, answer: Answer, text: str, reason: FinishReason, first: float, end: float
+    ) -> Generation:
+        now = time.perf_counter()
+        timing = served.timing(
+            request, ttft_s=first - request.started, total_s=now - request.started, store_s=now - end
+        )
+        return Generation(
+            text=text,
+            token_ids=tuple(answer.ids),
+            finish_reason=reason,
+            usage=served.usage(len(answer.ids)),
+            timing=timing,
+            fallback_reason=served.fallback_reason,
+        )
+
+
+def _gaps(n: int, covered: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    gaps, at = [], 0
+    for start, end in [*covered, (n, n)]:
+        if start > at:
+            gaps.append((at, start))
+        at = max(at, end)
+    return tuple(gaps)
+
+
+def _cuda_devices(runner: ModelRunner) -> list[torch.device]:
+    return [runner.spec.device] if runner.spec.device.type == "cuda" else []
