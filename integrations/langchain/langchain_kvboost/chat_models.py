@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel
@@ -17,6 +17,8 @@ from kvboost_rag import ConfigError, Delta, Engine, EngineConfig, Generation, Sa
 
 from .engines import shared_engine
 from .messages import response_metadata, to_prompt, usage_metadata
+
+Reuse: TypeAlias = Literal["off", "exact", "approximate"]
 
 SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 CALL_FIELDS = frozenset((*SAMPLING_FIELDS, "namespace", "reuse"))
@@ -111,7 +113,7 @@ class ChatKVBoost(BaseChatModel):
     ) -> ChatResult:
         arguments = self._arguments(stop, kwargs)
         engine = self.get_engine()
-        return self._result(engine, engine.generate(to_prompt(messages), **arguments))
+        return self._result(engine, engine.generate(to_prompt(messages), **arguments), arguments["reuse"])
 
     async def _agenerate(
         self,
@@ -122,7 +124,7 @@ class ChatKVBoost(BaseChatModel):
     ) -> ChatResult:
         arguments = self._arguments(stop, kwargs)
         engine = await run_in_executor(None, self.get_engine)  # loading would block the event loop
-        return self._result(engine, await engine.agenerate(to_prompt(messages), **arguments))
+        return self._result(engine, await engine.agenerate(to_prompt(messages), **arguments), arguments["reuse"])
 
     def _stream(
         self,
@@ -137,7 +139,7 @@ class ChatKVBoost(BaseChatModel):
         with closing(engine.stream(to_prompt(messages), **arguments)) as deltas:
             for delta in deltas:
                 if delta.text or delta.generation:
-                    piece = self._piece(engine, delta)
+                    piece = self._piece(engine, delta, arguments["reuse"])
                     if run_manager:
                         run_manager.on_llm_new_token(delta.text, chunk=piece)
                     yield piece
@@ -154,7 +156,7 @@ class ChatKVBoost(BaseChatModel):
         async with aclosing(engine.astream(to_prompt(messages), **arguments)) as deltas:
             async for delta in deltas:
                 if delta.text or delta.generation:
-                    piece = self._piece(engine, delta)
+                    piece = self._piece(engine, delta, arguments["reuse"])
                     if run_manager:
                         await run_manager.on_llm_new_token(delta.text, chunk=piece)
                     yield piece
@@ -178,22 +180,22 @@ class ChatKVBoost(BaseChatModel):
     def _model_name(self) -> str:
         return self.model if self.engine is None else str(self.engine.model.name_or_path)
 
-    def _extras(self, engine: Engine, generation: Generation) -> dict[str, Any]:
+    def _extras(self, engine: Engine, generation: Generation, reuse: Reuse | None) -> dict[str, Any]:
         """What a finished answer reports; on the last streamed piece only, since floats cannot be merged."""
-        stores = engine.config.store_prompts and engine.config.reuse != "off"
+        stores = engine.config.store_prompts and (reuse or engine.config.reuse) != "off"
         return {
             "usage_metadata": usage_metadata(generation, stores_prompts=stores),
             "response_metadata": response_metadata(generation, self._model_name()),
         }
 
-    def _result(self, engine: Engine, generation: Generation) -> ChatResult:
-        message = AIMessage(content=generation.text, **self._extras(engine, generation))
+    def _result(self, engine: Engine, generation: Generation, reuse: Reuse | None) -> ChatResult:
+        message = AIMessage(content=generation.text, **self._extras(engine, generation, reuse))
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _piece(self, engine: Engine, delta: Delta) -> ChatGenerationChunk:
+    def _piece(self, engine: Engine, delta: Delta, reuse: Reuse | None) -> ChatGenerationChunk:
         if delta.generation is None:
             return ChatGenerationChunk(message=AIMessageChunk(content=delta.text))
-        extras = self._extras(engine, delta.generation)
+        extras = self._extras(engine, delta.generation, reuse)
         return ChatGenerationChunk(message=AIMessageChunk(content=delta.text, chunk_position="last", **extras))
 
 
