@@ -7,7 +7,12 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
+from .config import EngineConfig, Reuse
+from .engine import Engine
+from .errors import KVBoostError, UnsupportedModelError
+
 COMMANDS = "kvboost_rag.commands"  # group of entry points; each takes a list of arguments and returns an exit status
+MODES: tuple[Reuse, ...] = ("approximate", "exact", "off")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,4 +47,30 @@ def _run_found(point: EntryPoint, arguments: list[str]) -> int:
 
 
 def _check(model: str) -> int:
-    raise NotImplementedError(model)
+    """Load a model in the widest mode that serves it, and print what the self-check measured."""
+    for reuse in MODES:
+        try:
+            engine = Engine.from_pretrained(model, config=EngineConfig(reuse=reuse))
+        except UnsupportedModelError as error:
+            print(f"reuse={reuse!r}: no. {error}")
+        except (KVBoostError, OSError, ValueError) as error:  # transformers raises the last two
+            print(f"error: {model} cannot be loaded: {error}", file=sys.stderr)
+            return 2
+        else:
+            print(f"reuse={reuse!r}: yes. {_figures(engine)}")
+            engine.close()
+            return 0
+    print(f"{model} cannot be served", file=sys.stderr)
+    return 1
+
+
+def _figures(engine: Engine) -> str:
+    checked = engine.checked
+    if checked is None:
+        return "Nothing to check."
+    layouts = ", ".join(sorted(set(checked.layouts))) or "none needed"
+    return (
+        f"{type(engine.model).__name__}; rotary layout: {layouts}; largest relative errors: keys moved "
+        f"{checked.move_error:.1e}, values {checked.value_error:.1e}, logits {checked.logit_error:.1e}; "
+        f"the limit is {checked.tolerance:g}"
+    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel
@@ -136,7 +136,7 @@ class ChatKVBoost(BaseChatModel):
         arguments = self._arguments(stop, kwargs)
         engine = self.get_engine()
         # Closing stops the computation when the consumer stops reading.
-        with closing(engine.stream(to_prompt(messages), **arguments)) as deltas:
+        with closing(cast("Generator[Delta]", engine.stream(to_prompt(messages), **arguments))) as deltas:
             for delta in deltas:
                 if delta.text or delta.generation:
                     piece = self._piece(engine, delta, arguments["reuse"])
@@ -153,7 +153,7 @@ class ChatKVBoost(BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         arguments = self._arguments(stop, kwargs)
         engine = await run_in_executor(None, self.get_engine)
-        async with aclosing(engine.astream(to_prompt(messages), **arguments)) as deltas:
+        async with aclosing(cast("AsyncGenerator[Delta]", engine.astream(to_prompt(messages), **arguments))) as deltas:
             async for delta in deltas:
                 if delta.text or delta.generation:
                     piece = self._piece(engine, delta, arguments["reuse"])
@@ -178,7 +178,7 @@ class ChatKVBoost(BaseChatModel):
         return SamplingParams(stop=tuple(stops), **values)
 
     def _model_name(self) -> str:
-        return self.model if self.engine is None else str(self.engine.model.name_or_path)
+        return str(self.model if self.engine is None else self.engine.model.name_or_path)
 
     def _extras(self, engine: Engine, generation: Generation, reuse: Reuse | None) -> dict[str, Any]:
         """What a finished answer reports; on the last streamed piece only, since floats cannot be merged."""

@@ -12,7 +12,7 @@ import torch
 from langchain_community.vectorstores import FAISS
 from langchain_core.documents import Document
 
-from kvboost_rag import Engine, KVBoostError
+from kvboost_rag import Engine, KVBoostError, UnsupportedModelError
 from langchain_kvboost.chat_models import ChatKVBoost
 
 from .assets import default_embeddings, default_model, library_documents_folder
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     folder = options.docs or write_library_documents(library_documents_folder())
 
     print(f"Loading {model}", flush=True)
-    engine = Engine.from_pretrained(model)
+    engine = _load(model)
     passages = load_passages(folder, lambda text: len(engine.tokenizer(text, add_special_tokens=False)["input_ids"]))
     questions = _questions(options, passages)
     print(f"{len(passages)} passages in {folder}; building the FAISS index with {embeddings}", flush=True)
@@ -73,6 +73,13 @@ def run(options: argparse.Namespace) -> list[Row]:
         write_json(options.json, rows, summary, _setting(options, model, embeddings, passages))
     engine.close()
     return rows
+
+
+def _load(model: str) -> Engine:
+    try:
+        return Engine.from_pretrained(model)
+    except (OSError, ValueError) as error:  # what transformers raises for an unknown id or a foreign folder
+        raise UnsupportedModelError(f"{model} cannot be loaded: {error}") from error
 
 
 def _questions(options: argparse.Namespace, passages: list[Document]) -> list[str]:
