@@ -9,9 +9,10 @@ import torch
 
 from .config import EngineConfig
 from .costs import CostModel
-from .hf import ModelRunner, cache_over
+from .hf import cache_over
 from .repair import Recipe
 from .rope import Rope
+from .runner import ModelRunner
 
 SHORT_ROWS, LONG_ROWS = 4, 64
 ATTENTION_PENALTY = 1.5  # attention reaches a lower share of the arithmetic peak than the linear layers do

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import threading
 import time
 from collections import Counter
@@ -13,20 +12,24 @@ from typing import Any, TypeAlias
 
 from tqdm.auto import tqdm
 
-from . import hf
 from .calibration import measure_costs, recipe_of
 from .chunking import BreakFinder
 from .chunks import IntArray, Scope
-from .config import EngineConfig, Reuse, SamplingParams, check_namespace
-from .kv import Cancelled
+from .config import ANCHOR_TOKENS, EngineConfig, Reuse, SamplingParams, check_namespace
 from .errors import ConfigError, ContextOverflowError, EngineClosedError, PromptError
+from .fingerprints import fingerprint, weights_version
 from .forgetting import chunks_holding
+from .hf import load_pretrained
+from .kv import Cancelled
 from .library import Library
+from .model_spec import inspect_model
 from .prefill import Executor
 from .prompts import PromptEncoder
+from .runner import ModelRunner
 from .selfcheck import self_check
 from .serving import Request, Served, Serving
 from .stats import Delta, EngineStats, Generation, Prefill, Timing, Usage, WarmReport
+from .streaming import astream, in_thread, stream
 from .warming import Keeper
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -55,16 +58,16 @@ class Engine:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.config = config or EngineConfig()
-        spec = hf.inspect_model(model)
+        spec = inspect_model(model)
         self._window_tokens = spec.window_tokens
-        runner = hf.ModelRunner(model, spec)
+        runner = ModelRunner(model, spec)
         rope = None
         self.checked = None
         if self.config.reuse != "off":
             rope, self.checked = self_check(runner, moving=self.config.reuse == "approximate")
         self._encoder = PromptEncoder(tokenizer, markers=self.config.markers)
-        self._weights = hf.weights_version(model)
-        self.fingerprint = hf.fingerprint(model, tokenizer)
+        self._weights = weights_version(model)
+        self.fingerprint = fingerprint(model, tokenizer)
         self._lock = threading.Lock()  # one request in the model at a time
         self._totals: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
@@ -109,7 +112,7 @@ class Engine:
             config: see `EngineConfig`.
             hf_options: for `AutoModelForCausalLM.from_pretrained`.
         """
-        loaded, tokenizer = hf.load_pretrained(model, gguf_file=gguf_file, dtype=dtype, device=device, **hf_options)
+        loaded, tokenizer = load_pretrained(model, gguf_file=gguf_file, dtype=dtype, device=device, **hf_options)
         return cls(loaded, tokenizer, config)
 
     def __enter__(self) -> Engine:
@@ -117,8 +120,6 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    # ---- prompts -------------------------------------------------------------------------------------------------
 
     def tokenize(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """The ids that will run for a prompt.
@@ -193,7 +194,8 @@ class Engine:
 
         Bad input raises here, not at the first step. Closing the iterator stops the computation.
         """
-        return self._stream(self._request(prompt, sampling, namespace, reuse, tools))
+        request = self._request(prompt, sampling, namespace, reuse, tools)
+        return stream(lambda put: self._feed(request, put), request.cancel)
 
     async def agenerate(
         self,
@@ -206,14 +208,7 @@ class Engine:
     ) -> Generation:
         """`generate` off the event loop; cancelling the task stops the computation."""
         request = await asyncio.to_thread(self._request, prompt, sampling, namespace, reuse, tools)
-        work = asyncio.ensure_future(asyncio.to_thread(self._answer, request, _ignore))
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            request.cancel.set()
-            with contextlib.suppress(Exception):
-                await work
-            raise
+        return await in_thread(lambda: self._answer(request, _ignore), request.cancel)
 
     async def astream(
         self,
@@ -226,25 +221,9 @@ class Engine:
     ) -> AsyncIterator[Delta]:
         """`stream` off the event loop; leaving the iterator or cancelling the task stops the computation."""
         request = await asyncio.to_thread(self._request, prompt, sampling, namespace, reuse, tools)
-        loop = asyncio.get_running_loop()
-        out: asyncio.Queue[Delta | BaseException] = asyncio.Queue()
-
-        def put(item: Delta | BaseException) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop may be gone when a cancelled answer ends
-                loop.call_soon_threadsafe(out.put_nowait, item)
-
-        work = asyncio.ensure_future(asyncio.to_thread(self._feed, request, put))
-        try:
-            while True:
-                delta = _delta_or_raise(await out.get())
+        async with contextlib.aclosing(astream(lambda put: self._feed(request, put), request.cancel)) as deltas:
+            async for delta in deltas:
                 yield delta
-                if delta.generation is not None:
-                    return
-        finally:
-            request.cancel.set()
-            await asyncio.shield(work)
-
-    # ---- documents -----------------------------------------------------------------------------------------------
 
     def warm(
         self,
@@ -272,11 +251,12 @@ class Engine:
         if self.config.reuse == "off":
             raise ConfigError("reuse is 'off', so warming has no effect; use reuse='exact' or 'approximate'")
         encoded = [self._encoder.encode_after(context, text) for text in documents]
+        longest = max((split for _, split in encoded), default=0)
+        if longest + ANCHOR_TOKENS > self._window_tokens:
+            raise ContextOverflowError(longest, self._window_tokens, extra=" (the context of warm, without a document)")
         totals: Counter[str] = Counter()
         for ids, split in tqdm(encoded, desc="warming", unit="doc", disable=not show_progress):
             before, document = ids[:split], ids[split:]
-            if len(before) + 1 >= self._window_tokens:
-                raise ContextOverflowError(len(before), self._window_tokens, extra=" (warm context alone)")
             with self._running():
                 kv = self._keeper.context_kv(scope, before) if len(before) else None
                 done = self._keeper.warm(scope, document, before, kv)
@@ -309,8 +289,6 @@ class Engine:
         """Drop every chunk of a namespace (the configured one by default); returns how many."""
         return self._library.clear(self._scope(namespace))
 
-    # ---- state ---------------------------------------------------------------------------------------------------
-
     def stats(self) -> EngineStats:
         """Totals since the engine was made."""
         store = self._library.stats()
@@ -329,8 +307,6 @@ class Engine:
         """Free all stored KV; further calls raise `EngineClosedError`. The model stays the caller's."""
         self._closed = True
         self._library.clear()
-
-    # ---- inside --------------------------------------------------------------------------------------------------
 
     def _request(
         self,
@@ -367,10 +343,10 @@ class Engine:
         return Scope(self._current_fingerprint(), name)
 
     def _current_fingerprint(self) -> str:
-        version = hf.weights_version(self.model)
+        version = weights_version(self.model)
         if version != self._weights:
             # Weights or adapters changed under us: nothing stored belongs to this model any more.
-            self._weights, self.fingerprint = version, hf.fingerprint(self.model, self.tokenizer)
+            self._weights, self.fingerprint = version, fingerprint(self.model, self.tokenizer)
             self._library.clear()
         return self.fingerprint
 
@@ -390,26 +366,8 @@ class Engine:
         self._count(generation.usage, served.fallback_reason)
         return generation
 
-    def _stream(self, request: Request) -> Iterator[Delta]:
-        out: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
-        worker = threading.Thread(target=self._feed, args=(request, out.put), name="kvboost-answer", daemon=True)
-        worker.start()
-        try:
-            while True:
-                delta = _delta_or_raise(out.get())
-                yield delta
-                if delta.generation is not None:
-                    return
-        finally:
-            request.cancel.set()
-            worker.join()
-
-    def _feed(self, request: Request, put: Callable[[Delta | BaseException], None]) -> None:
-        try:
-            generation = self._answer(request, lambda text, ids: put(Delta(text=text, token_ids=ids)))
-            put(Delta(text="", generation=generation))
-        except BaseException as error:  # it is raised again on the consumer's side
-            put(error)
+    def _feed(self, request: Request, put: Callable[[Delta], None]) -> Generation:
+        return self._answer(request, lambda text, ids: put(Delta(text=text, token_ids=ids)))
 
     def _count(self, usage: Usage, fallback_reason: str | None) -> None:
         with self._lock:
@@ -422,12 +380,6 @@ class Engine:
 
 def _ignore(text: str, ids: tuple[int, ...]) -> None:
     """Deltas nobody asked for."""
-
-
-def _delta_or_raise(item: Delta | BaseException) -> Delta:
-    if isinstance(item, BaseException):
-        raise item
-    return item
 
 
 def _nothing(request: Request) -> Generation:

@@ -10,7 +10,7 @@ import torch
 from .rope import Rope
 
 
-class Cancelled(Exception):  # noqa: N818 - control flow between threads, never seen by users
+class Cancelled(Exception):
     """The caller gave up on the request."""
 
 
@@ -109,7 +109,7 @@ class RequestKV:
                 self._slots_are = slice(first, last + 1)
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a pass's keys and values, each ``(1, kv_heads, q, dim)``; return the whole layer ``(1, …, seq, dim)``."""
+        """Write keys and values of a pass, ``(1, kv_heads, q, dim)``; return the whole layer ``(1, …, seq, dim)``."""
         if self.cancelled is not None and self.cancelled():
             raise Cancelled
         if self.slots is None:

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from .chunks import IntArray
-from .hf import ModelRunner, cache_over
+from .hf import cache_over
 from .kv import KVRun, RequestKV
 from .passes import AttentionProbe
 from .planner import Plan
-from .repair import Positions, Recipe, Run, Scores, choose, floor_positions
+from .repair import Positions, Recipe, Scores, choose, floor_positions
 from .rope import Rope
+from .runner import ModelRunner
 
 PROBE_ROWS = 64  # last new tokens whose attention counts: the question and the turn's end
 LEADING_ROWS = 32  # a longer new preamble runs once, in a pass of its own, instead of in both passes
@@ -225,4 +226,3 @@ class _MeanOffset:
 def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":  # pragma: no cover - not tried on the development machines
         torch.cuda.synchronize(device)
-

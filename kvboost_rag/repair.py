@@ -78,7 +78,7 @@ class Selector:
 
 
 def floor_positions(runs: Sequence[Run], floor_tokens: int) -> Positions:
-    """The first tokens of each run: they act as attention sinks where they stood first, and not where they stand now."""
+    """The first tokens of each run: attention sinks where they stood first, and not where they stand now."""
     return _join([np.arange(r.start, min(r.end, r.start + floor_tokens)) for r in runs])
 
 

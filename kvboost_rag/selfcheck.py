@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from .errors import UnsupportedModelError
-from .hf import ModelRunner, cache_over
+from .hf import cache_over
 from .kv import RequestKV
 from .rope import Layout, Rope, RopeGroup
+from .runner import ModelRunner
 
 PROBE_TOKENS = 32
 PROBE_OFFSET = 97  # odd and larger than the probe, so that no frequency turns full circle by chance
@@ -74,7 +75,8 @@ def self_check(runner: ModelRunner, *, moving: bool) -> tuple[Rope | None, SelfC
 def _probe_ids(runner: ModelRunner) -> torch.Tensor:
     # Spread over the vocabulary; any ids do, since both sides of each comparison run the same ones.
     vocab = min(runner.spec.vocab, runner.model.get_input_embeddings().weight.shape[0])
-    return ((torch.arange(PROBE_TOKENS) * 7919 + 11) % vocab).to(runner.spec.device)
+    ids: torch.Tensor = (torch.arange(PROBE_TOKENS) * 7919 + 11) % vocab
+    return ids.to(runner.spec.device)
 
 
 @torch.inference_mode()
@@ -145,8 +147,9 @@ def _find_rope(
             if error <= tolerance:
                 what = f"values change with the position by {change:.2g}"
             raise UnsupportedModelError(
-                f"self-check failed in layer {layer}: {what} (relative), the limit is {tolerance:g}. This model's "
-                "positions are not a plain rotary embedding, so its KV cannot be moved; use EngineConfig(reuse='exact')",
+                f"self-check failed in layer {layer}: {what} (relative), the limit is {tolerance:g}. The positions of "
+                "this model are not a plain rotary embedding, so its KV cannot be moved; use "
+                "EngineConfig(reuse='exact')",
                 layer=layer,
             )
         layouts.append(layout)

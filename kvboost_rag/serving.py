@@ -16,12 +16,13 @@ from .chunks import IntArray, Scope
 from .config import EngineConfig, Reuse, SamplingParams
 from .costs import CostModel
 from .decode import Answer
-from .hf import ModelRunner, generation_settings
+from .hf import generation_settings
 from .kv import Cancelled
 from .library import Library
 from .planner import Plan, make_plan, without_approximate
 from .prefill import Executed, Executor
 from .repair import Recipe
+from .runner import ModelRunner
 from .stats import FinishReason, Generation, Timing, Usage
 from .warming import Keeper
 
@@ -132,7 +133,8 @@ class Serving:
                 executed = self._execute(request, plan, chunks, room)
                 break
         else:
-            plan, reason, new = make_plan(len(request.ids), ()), "the chunks found were evicted before use", ()
+            plan, new = make_plan(len(request.ids), ()), ()
+            reason = "the chunks that were found are evicted by now"
             planned = time.perf_counter()
             executed = self._execute(request, plan, {}, room)
         return Served(
@@ -204,8 +206,8 @@ class Serving:
             return full, None, new
         if request.reuse == "exact":
             return without_approximate(full), None, new
-        reason = self._fallback(full)
-        return (full if reason is None else without_approximate(full)), reason, new
+        too_dear = self._fallback(full)
+        return (full if too_dear is None else without_approximate(full)), too_dear, new
 
     def _fallback(self, plan: Plan) -> str | None:
         if self.costs is None or not self._config.fallback:
@@ -216,9 +218,7 @@ class Serving:
         return f"computing is predicted to be cheaper: {compute:.3g} s against {reuse:.3g} s with reuse"
 
     def _execute(self, request: Request, plan: Plan, chunks: Any, room: int) -> Executed:
-        return self._executor.run(
-            request.ids, plan, chunks, self.recipe, room=room, cancelled=request.cancel.is_set
-        )
+        return self._executor.run(request.ids, plan, chunks, self.recipe, room=room, cancelled=request.cancel.is_set)
 
     def _generate(self, request: Request, served: Served, settings: Any, answer: Answer) -> None:
         ids = torch.from_numpy(request.ids.astype(np.int64)).to(self._runner.spec.device)[None]
@@ -247,11 +247,18 @@ class Serving:
         return text
 
     def _generation(
-        self, request: Request, served: Served, answer: Answer, text: str, reason: FinishReason, first: float, end: float
+        self,
+        request: Request,
+        served: Served,
+        answer: Answer,
+        text: str,
+        reason: FinishReason,
+        began: float,
+        end: float,
     ) -> Generation:
         now = time.perf_counter()
         timing = served.timing(
-            request, ttft_s=first - request.started, total_s=now - request.started, store_s=now - end
+            request, ttft_s=began - request.started, total_s=now - request.started, store_s=now - end
         )
         return Generation(
             text=text,
