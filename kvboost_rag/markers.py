@@ -11,8 +11,9 @@ from typing import Any
 
 from .errors import ConfigError, PromptError
 
-# Templates parse these tags in what the model itself wrote, and users write them on purpose.
-_PARSED_BY_TEMPLATES = re.compile("think|thought|reason|tool|function", re.IGNORECASE)
+# Tags of reasoning and of tool calls: templates parse them in what the model wrote, and users write them on purpose.
+_PARSED_BY_TEMPLATES = re.compile("think|thought|reason|call|response|result|function", re.IGNORECASE)
+_MARKUP = re.compile(r"[<\[{|#@]")  # some tokenizers add ordinary words, which templates write too
 
 
 class Markers:
@@ -101,12 +102,9 @@ class Codec:
         return full[: next((k for k in starts if full[k : k + len(bare)] == bare), 0)]
 
     @cached_property
-    def unknown(self) -> int | None:
-        """The id of unknown characters. Honest text may hold it."""
-        model = self._plain.model
-        token = getattr(model, "unk_token", None)
-        unknown: int | None = getattr(model, "unk_id", None) if token is None else self._plain.token_to_id(token)
-        return unknown
+    def unknown(self) -> set[int]:
+        """Added tokens that stand for unknown characters. Honest text may hold them."""
+        return set(self.encode("\U0010fffe")) & self.added.keys()
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of a text whose markers are honoured, ``special`` as `add_special_tokens`."""
@@ -205,7 +203,7 @@ def find_markers(
     ids: dict[str, int | None] = dict.fromkeys(extra)
     for token, added in codec.added.items():
         text = added.content
-        turn = token in written and not _PARSED_BY_TEMPLATES.search(text)
+        turn = token in written and _MARKUP.search(text) and not _PARSED_BY_TEMPLATES.search(text)
         # Some tokenizers add runs of spaces, and some name an ordinary character as padding.
         if text in ids or ((added.special or text in named or turn) and len(text.strip()) > 1):
             ids[text] = token

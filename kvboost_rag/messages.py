@@ -90,7 +90,9 @@ def render(
         PromptError: the template refuses it or would lose part of it; strings join to a marker; or there is a marker in
             a string and ``refuse`` is set.
     """
-    nonce = _nonce(conversation)
+    written = repr(conversation)
+    while (nonce := f"kv{token_hex(8)}") in written:
+        pass
     sentinels = {marker: f"{nonce}m{i}z" for i, marker in enumerate(markers.ids)}
     used: dict[str, str] = {}
 
@@ -107,8 +109,10 @@ def render(
     text = template(conversation.messages, conversation.tools)
     _check_tools(conversation, template, text)
     _check_roles(conversation, template, text, nonce)
-    _check_complete(conversation, template, text, nonce)
-    _check_joins(conversation, template, text, markers, nonce)
+    skeleton = _skeleton(conversation, template, nonce)
+    _check_complete(conversation, skeleton, text, nonce)
+    _check_forged(markers, text, skeleton, "contents")
+    _check_forged(markers, text, *_fenced(conversation, template, markers, nonce))
     return text, used
 
 
@@ -152,19 +156,6 @@ def _map(value: Any, at: str, change: Change) -> Any:
     raise PromptError(f"{at} is a {type(value).__name__}; messages and tools must be plain JSON values")
 
 
-def _nonce(conversation: Conversation) -> str:
-    strings: list[str] = []
-
-    def collect(text: str, at: str) -> str:
-        strings.append(text)
-        return text
-
-    conversation.map(collect)
-    while any((nonce := f"kv{token_hex(8)}") in text for text in strings):
-        pass
-    return nonce
-
-
 def _check_tools(conversation: Conversation, template: Render, text: str) -> None:
     if conversation.tools is not None and template(conversation.messages, None) == text:
         raise PromptError(
@@ -188,28 +179,30 @@ def _check_roles(conversation: Conversation, template: Render, text: str, nonce:
             )
 
 
-def _check_complete(conversation: Conversation, template: Render, text: str, nonce: str) -> None:
+def _skeleton(conversation: Conversation, template: Render, nonce: str) -> str | None:
+    """The conversation with a unique word for each content; None if the template looks into the contents."""
+    probe = conversation
+    for i, message in enumerate(conversation.messages):
+        if message.get("content", "").strip():
+            probe = probe.with_message(i, content=f"{nonce}c{i}z")
+    try:
+        return template(probe.messages, probe.tools)
+    except PromptError:
+        return None
+
+
+def _check_complete(conversation: Conversation, skeleton: str | None, text: str, nonce: str) -> None:
     """See that every content got into the text.
 
-    What the template leaves out because of the role shows when unique words stand for the contents; what it leaves out
-    because of the content, when that is missing. The model's own turns may lose reasoning, and words beside a call.
+    What the template leaves out because of the role is not in the skeleton; what it leaves out because of the content
+    is not in the text. The model's own turns may lose reasoning, and words beside a tool call.
     """
-    words = {
-        i: f"{nonce}c{i}z"
-        for i, message in enumerate(conversation.messages)
-        if message.get("content", "").strip() and not message.get("tool_calls")
-    }
-    probe = conversation
-    for i, word in words.items():
-        probe = probe.with_message(i, content=word)
-    try:
-        skeleton: str | None = template(probe.messages, probe.tools)
-    except PromptError:
-        skeleton = None  # the template looks into the contents
-    for i, word in words.items():
-        message = conversation.messages[i]
-        dropped = skeleton is not None and word not in skeleton
-        if dropped or (message["role"] != "assistant" and _lost(message["content"], text)):
+    for i, message in enumerate(conversation.messages):
+        content = message.get("content", "")
+        if not content.strip() or message.get("tool_calls"):
+            continue
+        dropped = skeleton is not None and f"{nonce}c{i}z" not in skeleton
+        if dropped or (message["role"] != "assistant" and _lost(content, text)):
             raise PromptError(
                 f"the chat template leaves out the content of messages[{i}], or part of it (role {message['role']!r}); "
                 "use a role or a text that the template keeps"
@@ -226,28 +219,26 @@ def _lost(content: str, text: str) -> bool:
     return len(missing) > max(2, len(words) // 10)
 
 
-def _check_joins(conversation: Conversation, template: Render, text: str, markers: Markers, nonce: str) -> None:
-    """See that no marker in the text is partly made of the caller's strings.
-
-    Rendered again with fences around those strings, a marker of the template's stays.
-    """
-    fenced: list[str] = []
+def _fenced(conversation: Conversation, template: Render, markers: Markers, nonce: str) -> tuple[str | None, str]:
+    """The conversation with fences around strings that could be part of a marker; and where these are."""
+    places: list[str] = []
 
     def fence(string: str, at: str) -> str:
-        field = at.rpartition(".")[2]
-        known = {"role": _ROLES, "type": _TYPES}.get(field, ())
+        known = {"role": _ROLES, "type": _TYPES}.get(at.rpartition(".")[2], frozenset())
         if string in (_KEYS if at.startswith("a key of ") else known) or not markers.may_join(string):
             return string
-        fenced.append(at)
+        places.append(at)
         core = string.strip()
         return string.replace(core, f"{nonce}bz{core}{nonce}ez", 1)
 
     probe = conversation.map(fence)
-    if not fenced:
+    return (template(probe.messages, probe.tools) if places else None), ", ".join(places[:3])
+
+
+def _check_forged(markers: Markers, text: str, harmless: str | None, places: str) -> None:
+    """See that the text has no more markers than one that differs from it only in what the caller wrote."""
+    if harmless is None:
         return
-    forged = markers.count(text) - markers.count(template(probe.messages, probe.tools))
-    if forged:
+    if forged := markers.count(text) - markers.count(harmless):
         names = sorted(marker for marker, token in markers.ids.items() if token in forged)
-        raise PromptError(
-            f"the chat template would join {', '.join(fenced[:3])} to the marker {names[0]!r}; change the text there"
-        )
+        raise PromptError(f"the chat template would make the marker {names[0]!r} of {places}; change the text there")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from .chunks import IntArray, as_ids
 from .config import Markers as MarkerMode
@@ -21,7 +22,7 @@ from .errors import ConfigError, PromptError
 from .markers import Codec, Literal, Markers, find_markers
 from .messages import Conversation, Message, check_text, render
 
-Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
+Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | npt.NDArray[np.integer]
 
 _EMPTY = "the prompt is empty; give a text, at least one message, or at least one token id"
 _PROBE_ROLES = (("user", "assistant", "user"), ("system", "user", "assistant", "user"), ("user", "assistant", "tool"))
@@ -136,7 +137,7 @@ class PromptEncoder:
             raise PromptError(_EMPTY)
         return ids
 
-    def _given(self, prompt: Sequence[Any]) -> list[int]:
+    def _given(self, prompt: Any) -> list[int]:
         limit = np.iinfo(np.int32).max if self._tokenizer is None else len(self._tokenizer)
         ids = []
         for i, token in enumerate(prompt):
@@ -147,7 +148,7 @@ class PromptEncoder:
             ids.append(int(token))
         return ids
 
-    def _chat(self, messages: Sequence[Any], tools: Sequence[Any] | None, add_generation_prompt: bool) -> list[int]:
+    def _chat(self, messages: Any, tools: Sequence[Any] | None, add_generation_prompt: bool) -> list[int]:
         codec = self._need_codec()
         if not getattr(self._tokenizer, "chat_template", None):
             raise PromptError(
@@ -230,7 +231,7 @@ def _is_number(value: object) -> bool:
 
 def _honest(ids: list[int], trusted: Counter[int], markers: Markers, codec: Codec) -> list[int]:
     """The ids, if they hold no more markers than trusted text does; normalising text could have made some."""
-    known = {token for token in markers.ids.values() if token is not None and token != codec.unknown}
+    known = set(markers.ids.values()) - codec.unknown
     forged = Counter(token for token in ids if token in known) - trusted
     if forged:
         names = [marker for marker, token in markers.ids.items() if token in forged]
