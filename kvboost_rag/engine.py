@@ -25,6 +25,7 @@ from .library import Library
 from .model_spec import inspect_model
 from .prefill import Executor
 from .prompts import PromptEncoder
+from .repair import Recipe
 from .runner import ModelRunner
 from .selfcheck import self_check
 from .serving import Request, Served, Serving
@@ -136,9 +137,10 @@ class Engine:
         namespace: str | None = None,
         reuse: Reuse | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        store: bool | None = None,
     ) -> Prefill:
         """Compute everything before the first answer token; the cache is the caller's."""
-        request = self._request(prompt, None, namespace, reuse, tools)
+        request = self._request(prompt, None, namespace, reuse, tools, store)
         with self._running():
             served = self._serving.prefill(request)
             first = time.perf_counter()
@@ -165,6 +167,7 @@ class Engine:
         namespace: str | None = None,
         reuse: Reuse | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        store: bool | None = None,
     ) -> Generation:
         """Answer a prompt.
 
@@ -174,12 +177,13 @@ class Engine:
             namespace: tenant whose chunks may be used and added to; the configured one by default.
             reuse: a mode no wider than the configured one.
             tools: tool descriptions for the chat template.
+            store: keep the KV of new text in this prompt; as configured by default.
 
         Raises:
             PromptError: the prompt cannot be run; ContextOverflowError if it is too long.
             ConfigError: a bad namespace or mode.
         """
-        return self._answer(self._request(prompt, sampling, namespace, reuse, tools), _ignore)
+        return self._answer(self._request(prompt, sampling, namespace, reuse, tools, store), _ignore)
 
     def stream(
         self,
@@ -189,12 +193,13 @@ class Engine:
         namespace: str | None = None,
         reuse: Reuse | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        store: bool | None = None,
     ) -> Iterator[Delta]:
         """Answer a prompt piece by piece; the last delta carries the `Generation`.
 
         Bad input raises here, not at the first step. Closing the iterator stops the computation.
         """
-        request = self._request(prompt, sampling, namespace, reuse, tools)
+        request = self._request(prompt, sampling, namespace, reuse, tools, store)
         return stream(lambda put: self._feed(request, put), request.cancel)
 
     async def agenerate(
@@ -205,9 +210,10 @@ class Engine:
         namespace: str | None = None,
         reuse: Reuse | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        store: bool | None = None,
     ) -> Generation:
         """`generate` off the event loop; cancelling the task stops the computation."""
-        request = await asyncio.to_thread(self._request, prompt, sampling, namespace, reuse, tools)
+        request = await asyncio.to_thread(self._request, prompt, sampling, namespace, reuse, tools, store)
         return await in_thread(lambda: self._answer(request, _ignore), request.cancel)
 
     async def astream(
@@ -218,9 +224,10 @@ class Engine:
         namespace: str | None = None,
         reuse: Reuse | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        store: bool | None = None,
     ) -> AsyncIterator[Delta]:
         """`stream` off the event loop; leaving the iterator or cancelling the task stops the computation."""
-        request = await asyncio.to_thread(self._request, prompt, sampling, namespace, reuse, tools)
+        request = await asyncio.to_thread(self._request, prompt, sampling, namespace, reuse, tools, store)
         async with contextlib.aclosing(astream(lambda put: self._feed(request, put), request.cancel)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -303,6 +310,15 @@ class Engine:
             rejections=store.rejections,
         )
 
+    @property
+    def recipe(self) -> Recipe:
+        """How approximate hits are repaired now. Set it to try another recipe on the same store."""
+        return self._serving.recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe) -> None:
+        self._serving.recipe = recipe
+
     def close(self) -> None:
         """Free all stored KV; further calls raise `EngineClosedError`. The model stays the caller's."""
         self._closed = True
@@ -315,6 +331,7 @@ class Engine:
         namespace: str | None,
         reuse: Reuse | None,
         tools: Sequence[Mapping[str, Any]] | None,
+        store: bool | None,
     ) -> Request:
         started = time.perf_counter()
         scope = self._scope(namespace)
@@ -326,7 +343,15 @@ class Engine:
             )
         ids = self._encoder.encode(prompt, tools=tools)
         self._check_length(ids)
-        return Request(ids, scope, mode, sampling or SamplingParams(), started, time.perf_counter() - started)
+        return Request(
+            ids,
+            scope,
+            mode,
+            sampling or SamplingParams(),
+            self.config.store_prompts if store is None else store,
+            started,
+            time.perf_counter() - started,
+        )
 
     def _check_length(self, ids: IntArray) -> None:
         if len(ids) > self._window_tokens:

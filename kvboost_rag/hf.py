@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .config import SamplingParams
 from .errors import UnsupportedModelError
-from .kv import RequestKV
+from .kv import EndOfPass, RequestKV
 from .passes import CURRENT, attend, attention_mass
 
 ATTENTION_NAME = "kvboost_rag"
@@ -118,6 +118,8 @@ def _kvboost_attention(
     probe = state.probe
     if probe is not None and mask is not None and module.layer_idx in probe.layers:
         probe.mass[module.layer_idx] = attention_mass(query, key, mask.full, probe.rows, scale)
+        if len(probe.mass) == len(probe.layers):
+            raise EndOfPass
     unusual = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
     if state.fallback is not None or unusual or (mask is None and attention_mask is not None):
         run = state.fallback or eager_attention(module)

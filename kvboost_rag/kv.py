@@ -10,6 +10,10 @@ import torch
 from .rope import Rope
 
 
+class EndOfPass(Exception):
+    """Unwinds a forward pass whose deeper layers nobody needs."""
+
+
 class Cancelled(Exception):
     """The caller gave up on the request."""
 
@@ -48,6 +52,7 @@ class RequestKV:
         slots: positions that the running pass writes, int64 ``(q,)``; None appends (decode).
         before_write: called with (layer, fresh keys, fresh values), each ``(kv_heads, q, dim)``, before a pass
             writes its slots, while the old content is still there.
+        last_layer: layer behind whose write the pass ends with `EndOfPass`; None runs all layers.
         cancelled: asked at every layer; true ends the pass with `Cancelled`.
     """
 
@@ -69,6 +74,7 @@ class RequestKV:
         self.lengths = [length] * layers
         self.slots: torch.Tensor | None = None
         self.before_write: WriteHook | None = None
+        self.last_layer: int | None = None
         self.cancelled: Callable[[], bool] | None = None
         self._slots_are: slice | None = None
 
@@ -122,6 +128,8 @@ class RequestKV:
         else:
             self.keys[layer].index_copy_(1, self.slots, keys[0])
             self.values[layer].index_copy_(1, self.slots, values[0])
+        if layer == self.last_layer:
+            raise EndOfPass
         return self.view(layer)
 
     def view(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

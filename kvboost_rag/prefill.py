@@ -21,6 +21,7 @@ from .rope import Rope
 from .runner import ModelRunner
 
 PROBE_ROWS = 64  # last new tokens whose attention counts: the question and the turn's end
+PROJECTION_SHARE = 0.25  # of a layer that runs only up to its queries, keys and values, or to the scores
 LEADING_ROWS = 32  # a longer new preamble runs once, in a pass of its own, instead of in both passes
 
 
@@ -113,19 +114,22 @@ class _Request:
         hook = self._offset_hook(rows, repaired) if scores is not None and self.recipe.offset else None
         self.kv.before_write = hook
         logits = self._pass(rows)
+        self._charge(len(rows))
         self.kv.before_write = None
         assert logits is not None
         return Executed(self.kv, self.cache, logits, self.charged, repaired, load_s, self.model_s)
 
-    def _pass(self, rows: Positions, *, layers: int | None = None, **options: Any) -> torch.Tensor | None:
+    def _pass(self, rows: Positions, *, last_layer: int | None = None, **options: Any) -> torch.Tensor | None:
         started = time.perf_counter()
         positions = torch.from_numpy(rows).to(self.device)
-        logits = self.runner.run(self.kv, self.cache, self.ids[positions], positions, layers=layers, **options)
+        logits = self.runner.run(self.kv, self.cache, self.ids[positions], positions, last_layer=last_layer, **options)
         _synchronise(self.device)
         self.model_s += time.perf_counter() - started
-        depth = self.runner.spec.layers
-        self.charged += len(rows) * min(layers or depth, depth) / depth
         return logits
+
+    def _charge(self, rows: int, last_layer: int | None = None) -> None:
+        depth = self.runner.spec.layers
+        self.charged += rows * (1.0 if last_layer is None else (last_layer + PROJECTION_SHARE) / depth)
 
     def _leading_pass(self) -> Positions:
         """Run a long new preamble on its own: it sees only exact KV, so once is enough. Returns what is left."""
@@ -135,6 +139,7 @@ class _Request:
         if len(leading) <= LEADING_ROWS:
             return self.new
         self._pass(leading, hidden=self._unfilled(leading))
+        self._charge(len(leading))
         self.filled = leading
         return self.new[self.new >= self.plan.pure_until]
 
@@ -163,24 +168,26 @@ class _Request:
             torch.from_numpy(np.searchsorted(rows, asking)).to(self.device), frozenset(range(min(low, high - 1), high))
         )
         hidden = self._unfilled(rows)
-        self._pass(rows, layers=high, hidden=hidden if bool(hidden.any()) else None, probe=probe)
+        self._pass(rows, hidden=hidden if bool(hidden.any()) else None, probe=probe)
+        self._charge(len(rows), high - 1)
         return torch.stack([*probe.mass.values()]).sum(0).cpu().numpy()
 
     def _deviation(self, new: Positions) -> Scores:
         """Change of K and V in a first layer when every token runs in the new context."""
         rows = np.union1d(new, np.concatenate([np.arange(r.start, r.end) for r in self.plan.runs]))
-        layers = min(self.recipe.deviation_layers, self.runner.spec.layers)
+        compared = min(self.recipe.deviation_layer, self.runner.spec.layers - 1)
         found = torch.zeros(self.plan.prompt_tokens, device=self.device)
         slots = torch.from_numpy(rows).to(self.device)
 
         def compare(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-            if layer == layers - 1:
+            if layer == compared:
                 for fresh, stale in ((keys, self.kv.keys[layer]), (values, self.kv.values[layer])):
                     change = (fresh - stale[:, slots]).float().pow(2).sum((0, 2))
                     found[slots] += change / fresh.float().pow(2).sum((0, 2)).mean()
 
         self.kv.before_write = compare
-        self._pass(rows, layers=layers)
+        self._pass(rows, last_layer=compared)
+        self._charge(len(rows), compared)
         self.kv.before_write = None
         return found.cpu().numpy()
 

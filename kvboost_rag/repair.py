@@ -41,8 +41,8 @@ class Recipe:
         floor_tokens: first tokens of each run that are always recomputed.
         window_tokens: seam window of "selective".
         probe_from, probe_to: band of layers, as shares of the depth, whose attention counts for "query"; the probe
-            runs only up to the end of the band.
-        deviation_layers: layers that the deviation probe runs; the last of them is compared.
+            runs only up to the scores of the last of them.
+        deviation_layer: layer whose keys and values the deviation probe compares; it runs no further.
         offset: weight of the mean (fresh − stale) of a run's recomputed tokens that is added to its other tokens.
     """
 
@@ -53,7 +53,7 @@ class Recipe:
     window_tokens: int = 16
     probe_from: float = 0.25
     probe_to: float = 0.75
-    deviation_layers: int = 2
+    deviation_layer: int = 1
     offset: float = 0.5
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .hf import ATTENTION_NAME, cache_argument, eager_attention, step_output
-from .kv import RequestKV
+from .kv import EndOfPass, RequestKV
 from .model_spec import ModelSpec
 from .passes import CURRENT, AttentionProbe, PassMask, PassState, build_mask
 
@@ -23,8 +23,6 @@ class ModelRunner:
         self.model, self.spec = model, spec
         self.decoder = model.get_decoder()
         self._cache_arg = cache_argument(model)
-        self._decoder_cache_arg = cache_argument(self.decoder)
-        self._shallow: dict[int, Any] = {}
 
     def new_kv(self, length: int, capacity: int) -> RequestKV:
         """An empty cache block for one request."""
@@ -42,7 +40,7 @@ class ModelRunner:
         ids: torch.Tensor,
         positions: torch.Tensor,
         *,
-        layers: int | None = None,
+        last_layer: int | None = None,
         hidden: torch.Tensor | None = None,
         probe: AttentionProbe | None = None,
     ) -> torch.Tensor | None:
@@ -53,12 +51,12 @@ class ModelRunner:
             cache: of `cache_over`.
             ids: int64 ``(q,)``.
             positions: ascending int64 ``(q,)``.
-            layers: run only the first so many layers; no logits then.
+            last_layer: end the pass once this layer's keys and values are written; no logits then.
             hidden: bool ``(kv,)``, slots without content that no row may see.
-            probe: collects attention mass.
+            probe: collects attention mass; the pass ends with its last layer, without logits.
 
         Returns:
-            Logits of the last row, float32 ``(vocab,)``; None for a shallow run.
+            Logits of the last row, float32 ``(vocab,)``; None if the pass ended early.
         """
         total = kv.lengths[0]
         plain = hidden is None and len(ids) == total and probe is None
@@ -72,13 +70,14 @@ class ModelRunner:
             "use_cache": True,
         }
         state = PassState({m.full.data_ptr(): m for m in masks.values()}, self._fallback(), probe)
+        kv.last_layer = last_layer
         try:
             with self._our_attention(state):
-                if layers is not None and layers < self.spec.layers:
-                    self._shallow_decoder(layers)(**inputs, **{self._decoder_cache_arg: cache})
-                    return None
                 out = self.model(**inputs, **{self._cache_arg: cache}, logits_to_keep=1)
+        except EndOfPass:
+            return None
         finally:
+            kv.last_layer = None
             kv.write_to(None)
         return out.logits[0, -1].float()  # type: ignore[no-any-return]
 
@@ -158,18 +157,3 @@ class ModelRunner:
         finally:
             config._attn_implementation = before
             CURRENT.reset(token)
-
-    def _shallow_decoder(self, layers: int) -> Any:
-        """The first layers of the decoder, sharing its weights; its own config says how many."""
-        if layers not in self._shallow:
-            view = copy.copy(self.decoder)
-            view._modules = dict(self.decoder._modules)
-            view.layers = self.decoder.layers[:layers]
-            if hasattr(view, "norm"):
-                view.norm = torch.nn.Identity()
-            view.config = copy.copy(self.decoder.config)
-            view.config.num_hidden_layers = layers
-            if getattr(view.config, "layer_types", None) is not None:
-                view.config.layer_types = list(self.decoder.config.layer_types[:layers])
-            self._shallow[layers] = view
-        return self._shallow[layers]

@@ -38,6 +38,7 @@ class Request:
         scope: whose chunks it may use.
         reuse: mode of this call.
         sampling: how to continue.
+        store: whether to keep new text.
         started: `time.perf_counter` at call entry.
         tokenize_s: seconds from entry to ids.
         cancel: set by whoever gives up.
@@ -47,6 +48,7 @@ class Request:
     scope: Scope
     reuse: Reuse
     sampling: SamplingParams
+    store: bool
     started: float
     tokenize_s: float
     cancel: threading.Event = field(default_factory=threading.Event)
@@ -176,7 +178,7 @@ class Serving:
 
     def keep(self, request: Request, served: Served, answer: Sequence[int] = ()) -> None:
         """Store new text of a served prompt, and its answer where the whole history is exact."""
-        if not self._config.store_prompts or not served.new:
+        if not request.store or not served.new:
             return
         n = len(request.ids)
         kv = served.executed.kv

@@ -1,0 +1,103 @@
+"""What both benchmarks share: engine, CPU time, divergences, tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from kvboost_rag import Engine, EngineConfig
+
+T = TypeVar("T")
+
+
+def default_model() -> str:
+    """The demo model in the user's cache folder."""
+    cache = os.environ.get("KVBOOST_CACHE") or Path.home() / ".cache" / "kvboost-rag"
+    return str(Path(cache) / "models" / "smollm2-135m-instruct")
+
+
+def load_engine(model: str, dtype: str, **config: Any) -> Engine:
+    """An engine on one torch thread, with room for everything a benchmark stores."""
+    torch.set_num_threads(1)
+    options = {"ram_budget_bytes": 12 << 30, "fallback": False, **config}
+    return Engine.from_pretrained(model, dtype=getattr(torch, dtype), config=EngineConfig(**options))
+
+
+def count_tokens(engine: Engine) -> Callable[[str], int]:
+    """Counts a text's tokens."""
+    return lambda text: len(engine.tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def cpu_seconds(work: Callable[[], T]) -> tuple[float, T]:
+    """CPU seconds of this process spent in ``work``, and its result."""
+    started = time.process_time()
+    result = work()
+    return time.process_time() - started, result
+
+
+@torch.inference_mode()
+def log_probs_along(engine: Engine, prefill: Any, answer: Sequence[int]) -> torch.Tensor:
+    """Next-token log-probabilities at each token of ``answer``, ``(len(answer), vocab)``; consumes the cache."""
+    rows = [prefill.logits[None]]
+    if len(answer) > 1:
+        ids = torch.tensor([list(answer[:-1])], device=prefill.logits.device)
+        start = len(prefill.token_ids)
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        out = engine.model(input_ids=ids, position_ids=positions, cache=prefill.cache, use_cache=True)
+        rows.append(out.logits[0].float())
+    return torch.log_softmax(torch.cat(rows), dim=-1)
+
+
+def divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """KL(reference ‖ other) in nats per row."""
+    return (reference.exp() * (reference - other)).sum(-1)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Nearest-rank percentile."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured on."""
+    cpu = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0] if names else cpu
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "cpu": f"{cpu}, {os.cpu_count()} cores, 1 torch thread",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit.stdout.strip(),
+    }
+
+
+def markdown(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table of some columns."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        lines.append("| " + " | ".join(_cell(row.get(c, "")) for c in columns) + " |")
+    return "\n".join(lines)
+
+
+def write(path: Path | None, settings: dict[str, Any], **content: Any) -> None:
+    """Write a JSON report."""
+    if path is not None:
+        plain = {k: str(v) if isinstance(v, Path) else v for k, v in settings.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"machine": machine(), "settings": plain, **content}, indent=1))
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
