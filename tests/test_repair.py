@@ -1,0 +1,162 @@
+"""Which tokens are recomputed: always inside moved runs, the floor first, then what the budget buys."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost_rag.config import Repair, SelectorName
+from kvboost_rag.repair import (
+    SELECTORS,
+    Recipe,
+    Run,
+    Scores,
+    budget_tokens,
+    choose,
+    floor_positions,
+    seam_positions,
+    top_positions,
+    top_with_quota,
+)
+
+PROMPT = 400
+RATIOS = st.floats(0.0, 1.0)
+
+
+@st.composite
+def _runs(draw: st.DrawFn) -> list[Run]:
+    at, runs = 0, []
+    for _ in range(draw(st.integers(1, 6))):
+        start = at + draw(st.integers(0, 12))
+        at = start + draw(st.integers(1, 50))
+        runs.append(Run(start, at))
+    return runs
+
+
+SCORES = st.integers(0, 2**32 - 1).map(lambda seed: np.random.default_rng(seed).random(PROMPT, dtype=np.float32))
+
+
+def _inside(runs: list[Run]) -> set[int]:
+    return {p for r in runs for p in range(r.start, r.end)}
+
+
+@settings(max_examples=150, deadline=None)
+@given(_runs(), SCORES, RATIOS, st.sampled_from(get_args(Repair)), st.sampled_from(sorted(SELECTORS)))
+def test_only_moved_tokens_are_chosen_each_once_in_order(
+    runs: list[Run], scores: Scores, ratio: float, strategy: Repair, selector: str
+) -> None:
+    recipe = Recipe(strategy=strategy, selector=selector, ratio=ratio)
+    chosen = choose(recipe, runs, scores)
+    assert chosen.dtype == np.int64
+    assert np.array_equal(chosen, np.unique(chosen))
+    assert set(chosen.tolist()) <= _inside(runs)
+
+
+@settings(max_examples=150, deadline=None)
+@given(_runs(), SCORES, RATIOS, st.sampled_from(sorted(SELECTORS)))
+def test_cacheblend_takes_the_floor_and_just_its_budget(
+    runs: list[Run], scores: Scores, ratio: float, selector: str
+) -> None:
+    chosen = choose(Recipe(selector=selector, ratio=ratio), runs, scores)
+    floor = set(floor_positions(runs, 4).tolist())
+    assert floor <= set(chosen.tolist())
+    total = len(_inside(runs))
+    assert len(chosen) == min(total, len(floor) + round(ratio * total))
+
+
+@settings(max_examples=100, deadline=None)
+@given(_runs(), SCORES, st.tuples(RATIOS, RATIOS), st.sampled_from(sorted(SELECTORS)))
+def test_a_larger_budget_never_buys_fewer_tokens(
+    runs: list[Run], scores: Scores, ratios: tuple[float, float], selector: str
+) -> None:
+    small, large = (len(choose(Recipe(selector=selector, ratio=r), runs, scores)) for r in sorted(ratios))
+    assert small <= large
+
+
+@settings(max_examples=100, deadline=None)
+@given(_runs(), SCORES, st.integers(0, 200))
+def test_top_positions_are_the_best_scored(runs: list[Run], scores: Scores, budget: int) -> None:
+    candidates = np.array(sorted(_inside(runs)))
+    picked = top_positions(scores, runs, candidates, budget)
+    left = np.setdiff1d(candidates, picked)
+    assert len(picked) == min(budget, len(candidates))
+    if len(picked) and len(left):
+        assert scores[picked].min() >= scores[left].max()
+
+
+@settings(max_examples=100, deadline=None)
+@given(_runs(), SCORES, st.integers(0, 200))
+def test_a_quota_leaves_no_run_without_its_share(runs: list[Run], scores: Scores, budget: int) -> None:
+    candidates = np.array(sorted(_inside(runs)))
+    picked = top_with_quota(scores, runs, candidates, min(budget, len(candidates)))
+    assert len(picked) == min(budget, len(candidates))
+    for run in runs:
+        length = run.end - run.start
+        share = min(budget, len(candidates)) * length // (2 * len(candidates))
+        assert np.count_nonzero((picked >= run.start) & (picked < run.end)) >= min(share, length)
+
+
+def test_a_quota_also_serves_a_run_that_scores_nothing() -> None:
+    runs = [Run(0, 50), Run(50, 100)]
+    scores = np.where(np.arange(100) < 50, 0.0, 1.0).astype(np.float32)
+    picked = top_with_quota(scores, runs, np.arange(100), 20)
+    assert np.count_nonzero(picked < 50) == 5
+    assert np.count_nonzero(top_positions(scores, runs, np.arange(100), 20) < 50) == 0
+
+
+def test_nothing_is_repaired_only_when_that_was_asked_for() -> None:
+    runs, scores = [Run(3, 40)], np.ones(PROMPT, np.float32)
+    assert choose(Recipe(strategy="none"), runs, scores).tolist() == []
+    assert choose(Recipe(ratio=0.0), runs, None).tolist() == [3, 4, 5, 6]
+    assert choose(Recipe(), [], None).tolist() == []
+
+
+def test_the_whole_budget_is_every_moved_token() -> None:
+    runs = [Run(3, 40), Run(50, 61)]
+    assert set(choose(Recipe(ratio=1.0), runs, None).tolist()) == _inside(runs)
+
+
+def test_the_floor_is_the_first_tokens_of_each_run() -> None:
+    assert floor_positions([Run(3, 40), Run(50, 52)], 4).tolist() == [3, 4, 5, 6, 50, 51]
+    assert floor_positions([Run(3, 40)], 0).tolist() == []
+
+
+def test_selective_repairs_a_window_of_both_sides_of_every_seam() -> None:
+    runs = [Run(100, 140), Run(200, 203)]
+    window = [*range(100, 108), *range(132, 140), 200, 201, 202]
+    assert seam_positions(runs, 16).tolist() == window
+    assert choose(Recipe(strategy="selective"), runs, None).tolist() == window
+    assert len(seam_positions([Run(0, 40)], 5)) == 5
+
+
+def test_the_window_of_selective_takes_effect() -> None:
+    runs = [Run(0, 100)]
+    assert len(choose(Recipe(strategy="selective", window_tokens=16), runs, None)) == 16
+    assert len(choose(Recipe(strategy="selective", window_tokens=40), runs, None)) == 40
+
+
+@pytest.mark.parametrize(
+    ("recipe", "probe"),
+    [
+        (Recipe(strategy="none"), None),
+        (Recipe(strategy="selective"), None),
+        (Recipe(ratio=0.0), None),
+        (Recipe(ratio=1.0), None),
+        (Recipe(selector="query"), "query"),
+        (Recipe(selector="deviation"), "deviation"),
+    ],
+)
+def test_a_probe_runs_only_where_something_is_chosen_by_it(recipe: Recipe, probe: str | None) -> None:
+    assert recipe.probe == probe
+
+
+def test_every_selector_can_be_configured() -> None:
+    assert set(SELECTORS) == set(get_args(SelectorName)) - {"auto"}
+
+
+def test_a_budget_counts_tokens_of_all_runs() -> None:
+    assert budget_tokens([Run(0, 30), Run(40, 60)], 0.1) == 5
