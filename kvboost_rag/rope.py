@@ -40,7 +40,7 @@ class Rope:
     def __init__(self, groups: Sequence[RopeGroup], num_layers: int) -> None:
         self.groups = tuple(groups)
         self.group_of: dict[int, RopeGroup] = {layer: g for g in self.groups for layer in g.layers}
-        if sorted(self.group_of) != list(range(num_layers)):
+        if sorted(layer for g in self.groups for layer in g.layers) != list(range(num_layers)):
             raise ValueError("every layer must belong to exactly one rotary group")
 
     def move(self, keys: torch.Tensor, delta: int, out: torch.Tensor) -> None:
