@@ -37,7 +37,7 @@ def recipe_of(config: EngineConfig) -> Recipe:
     """The repair that a configuration asks for, before any calibration."""
     return Recipe(
         strategy=config.repair,
-        selector="query" if config.selector == "auto" else config.selector,
+        selector="deviation" if config.selector == "auto" else config.selector,
         ratio=config.repair_ratio,
         floor_tokens=config.floor_tokens,
         window_tokens=config.window_tokens,

@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from tqdm.auto import tqdm
-
 from .calibration import measure_costs, recipe_of
 from .chunking import BreakFinder
 from .chunks import IntArray, Scope
@@ -76,7 +74,7 @@ class Engine:
         self._library = Library(self.config.ram_budget_bytes)
         executor = Executor(runner, rope)
         token_bytes = spec.layers * spec.kv_heads * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize
-        breaks = None if tokenizer is None else BreakFinder(lambda token: str(tokenizer.decode([token])))
+        breaks = None if tokenizer is None else BreakFinder(self._encoder.piece)
         self._keeper = Keeper(
             executor, self._library, breaks, self.config, token_bytes=token_bytes, window_tokens=spec.window_tokens
         )
@@ -246,7 +244,8 @@ class Engine:
             texts: documents, as they will be rendered into prompts.
             namespace: tenant that may use them.
             context: text that prompts have in front of their first document (rendered, special tokens and all).
-                Documents encoded behind it are an exact hit as first document, and a better one elsewhere.
+                Documents encoded behind it are an exact hit as first document. Without one they are encoded behind
+                the configured primer in approximate mode, and alone in exact mode.
             show_progress: draw a progress bar.
 
         Raises:
@@ -257,28 +256,14 @@ class Engine:
         documents = [texts] if isinstance(texts, str) else list(texts)
         if self.config.reuse == "off":
             raise ConfigError("reuse is 'off', so warming has no effect; use reuse='exact' or 'approximate'")
-        encoded = [self._encoder.encode_after(context, text) for text in documents]
+        # Exact mode can only use what was encoded behind the prompt's own beginning.
+        primer = self.config.primer if not context and self.config.reuse == "approximate" else ""
+        encoded = [self._encoder.encode_after(context or primer, text) for text in documents]
         longest = max((split for _, split in encoded), default=0)
         if longest + ANCHOR_TOKENS > self._window_tokens:
             raise ContextOverflowError(longest, self._window_tokens, extra=" (the context of warm, without a document)")
-        totals: Counter[str] = Counter()
-        for ids, split in tqdm(encoded, desc="warming", unit="doc", disable=not show_progress):
-            before, document = ids[:split], ids[split:]
-            with self._running():
-                kv = self._keeper.context_kv(scope, before) if len(before) else None
-                done = self._keeper.warm(scope, document, before, kv)
-            totals[done.outcome] += 1
-            totals.update(chunks=done.chunks, tokens=done.tokens, stored_bytes=done.stored_bytes)
-        return WarmReport(
-            documents=len(documents),
-            computed=totals["computed"],
-            already_warm=totals["warm"],
-            too_short=totals["short"],
-            rejected=totals["rejected"],
-            chunks=totals["chunks"],
-            tokens=totals["tokens"],
-            stored_bytes=totals["stored_bytes"],
-            seconds=time.perf_counter() - started,
+        return self._keeper.warm_all(
+            scope, encoded, running=self._running, stored=not primer, show_progress=show_progress, started=started
         )
 
     def forget(self, texts: str | Sequence[str], *, namespace: str | None = None) -> int:

@@ -47,7 +47,7 @@ class Recipe:
     """
 
     strategy: Literal["none", "selective", "cacheblend"] = "cacheblend"
-    selector: str = "query"
+    selector: str = "deviation"
     ratio: float = 0.10
     floor_tokens: int = 4
     window_tokens: int = 16

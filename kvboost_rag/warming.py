@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from tqdm.auto import tqdm
 
 from .chunking import BreakFinder, Tiles, cuts, prompt_cuts
 from .chunks import ChunkHeader, IntArray, Origin, Scope, as_ids
@@ -16,6 +20,7 @@ from .library import Library
 from .planner import Plan, Segment, make_plan
 from .prefill import Executor
 from .repair import Recipe
+from .stats import WarmReport
 
 CONTEXT_KEY = "context"
 Outcome = Literal["computed", "warm", "short", "rejected"]
@@ -55,17 +60,71 @@ class Keeper:
     ) -> None:
         self._executor, self._library, self._breaks, self._config = executor, library, breaks, config
         self._token_bytes, self._window = token_bytes, window_tokens
+        self._primed: tuple[str, KVRun] | None = None  # the primer's KV, by the key it would be stored under
 
-    def context_kv(self, scope: Scope, context: IntArray) -> KVRun:
-        """KV of a preamble that documents are encoded behind; also stored, so that prompts find it."""
-        header = ChunkHeader.of(scope, context, base=0, history=context[:0], origin="warm")
-        with self._library.pin([header.key]) as found:
-            if found is not None:
+    def lead_in(self, scope: Scope, ids: IntArray, *, stored: bool) -> KVRun:
+        """KV of what documents are encoded behind, computed once.
+
+        Args:
+            scope: of the documents.
+            ids: the lead-in, at least one token.
+            stored: whether prompts may hit it: yes for a preamble that the user named, no for the primer.
+        """
+        # The primer is the same for every tenant, so its KV is too.
+        owner = scope if stored else Scope(scope.fingerprint, "")
+        header = ChunkHeader.of(owner, ids, base=0, history=ids[:0], origin="warm")
+        if self._primed is not None and self._primed[0] == header.key:
+            return self._primed[1]
+        with self._library.pin([header.key] if stored else []) as found:
+            if found:
                 return found[header.key]
-        done = self._executor.run(context, make_plan(len(context), ()), {}, Recipe())
-        run = done.kv.take(0, len(context))
-        self._library.keep(header, run.nbytes, lambda: run)
+        done = self._executor.run(ids, make_plan(len(ids), ()), {}, Recipe())
+        run = done.kv.take(0, len(ids))
+        if stored:
+            self._library.keep(header, run.nbytes, lambda: run)
+        else:
+            self._primed = (header.key, run)
         return run
+
+    def warm_all(
+        self,
+        scope: Scope,
+        documents: Sequence[tuple[IntArray, int]],
+        *,
+        running: Callable[[], AbstractContextManager[None]],
+        stored: bool,
+        show_progress: bool,
+        started: float,
+    ) -> WarmReport:
+        """Encode and store documents one after the other.
+
+        Args:
+            scope: whose they are.
+            documents: ids of lead-in and document, and how many are the lead-in's.
+            running: held while the model runs, so that requests get their turn between two documents.
+            stored: whether the lead-in itself is stored.
+            show_progress: draw a progress bar.
+            started: when the call began.
+        """
+        totals: Counter[str] = Counter()
+        for ids, split in tqdm(documents, desc="warming", unit="doc", disable=not show_progress):
+            before, document = ids[:split], ids[split:]
+            with running():
+                kv = self.lead_in(scope, before, stored=stored) if len(before) else None
+                done = self.warm(scope, document, before, kv)
+            totals[done.outcome] += 1
+            totals.update(chunks=done.chunks, tokens=done.tokens, stored_bytes=done.stored_bytes)
+        return WarmReport(
+            documents=len(documents),
+            computed=totals["computed"],
+            already_warm=totals["warm"],
+            too_short=totals["short"],
+            rejected=totals["rejected"],
+            chunks=totals["chunks"],
+            tokens=totals["tokens"],
+            stored_bytes=totals["stored_bytes"],
+            seconds=time.perf_counter() - started,
+        )
 
     def warm(self, scope: Scope, ids: IntArray, context: IntArray, context_kv: KVRun | None) -> Warmed:
         """Encode one document behind ``context`` and store it, cut by the configured strategy."""
