@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import numpy as np
 import torch
 
+from .calibration_text import ORDERS, PASSAGES, PROMPT, QUESTIONS
+from .chunks import ChunkHeader, IntArray, Scope, as_ids
 from .config import EngineConfig
 from .costs import CostModel
 from .hf import cache_over
+from .index import ChunkIndex
+from .kv import KVRun
+from .planner import Plan, Segment, make_plan
+from .prefill import Executor
+from .prompts import PromptEncoder
 from .repair import Recipe
 from .rope import Rope
 from .runner import ModelRunner
 
 SHORT_ROWS, LONG_ROWS = 4, 64
 ATTENTION_PENALTY = 1.5  # attention reaches a lower share of the arithmetic peak than the linear layers do
+ANSWER_TOKENS = 12
+LIMIT_S = 60.0  # a model for which the calibration would take longer at load gets the default recipe
+CANDIDATES = tuple((selector, offset) for selector in ("deviation", "query") for offset in (0.5, 0.0))
+DEFAULT = CANDIDATES[0]  # best on the models measured so far (docs/accuracy.md)
+_VERSION = 1
 
 
 def measure_costs(runner: ModelRunner, rope: Rope | None) -> CostModel:
@@ -35,13 +53,142 @@ def measure_costs(runner: ModelRunner, rope: Rope | None) -> CostModel:
 
 def recipe_of(config: EngineConfig) -> Recipe:
     """The repair that a configuration asks for, before any calibration."""
+    selector, offset = DEFAULT
     return Recipe(
         strategy=config.repair,
-        selector="deviation" if config.selector == "auto" else config.selector,
+        selector=selector if config.selector == "auto" else config.selector,
         ratio=config.repair_ratio,
         floor_tokens=config.floor_tokens,
         window_tokens=config.window_tokens,
+        offset=offset,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Outcome of trying every candidate on this model.
+
+    Attributes:
+        recipe: the best.
+        scores: mean KL to full recompute (nats) times the share of the prompt that ran, by candidate; lower is better.
+    """
+
+    recipe: Recipe
+    scores: Mapping[str, float]
+
+
+class Calibrator:
+    """Tries repair recipes on built-in passages: warmed, reordered, asked about, compared with a full prefill."""
+
+    def __init__(self, executor: Executor, encoder: PromptEncoder, config: EngineConfig) -> None:
+        self._executor, self._encoder, self._config = executor, encoder, config
+        self._runner = executor.runner
+
+    def choose(self, base: Recipe, fingerprint: str, *, token_s: float | None) -> Calibration | None:
+        """The best recipe for this model: remembered from an earlier load, or measured now.
+
+        Args:
+            base: gives strategy, ratio and floor.
+            fingerprint: of the model.
+            token_s: seconds per token, to predict how long measuring takes; None measures whatever it takes.
+
+        Returns:
+            None if there is nothing to choose, or measuring would take too long or does not fit the window.
+        """
+        if base.strategy != "cacheblend" or not 0 < base.ratio < 1:
+            return None
+        path = self._path(fingerprint, base)
+        known = _read(path)
+        if known is not None:
+            return Calibration(_with(base, min(known, key=known.__getitem__)), known)
+        prompts = [self._prompt(number) for number in range(len(ORDERS))]
+        total = sum(len(p) for p in prompts) * (2 + len(CANDIDATES) * 0.4)
+        too_slow = token_s is not None and total * token_s > LIMIT_S
+        if too_slow or max(len(p) for p in prompts) + ANSWER_TOKENS > self._runner.spec.window_tokens:
+            return None
+        scores = self._measure(base, prompts)
+        _write(path, scores)
+        return Calibration(_with(base, min(scores, key=scores.__getitem__)), scores)
+
+    def _prompt(self, number: int) -> IntArray:
+        context = "\n\n".join(PASSAGES[i] for i in ORDERS[number])
+        return self._encoder.encode(PROMPT.format(context=context, question=QUESTIONS[number]))
+
+    def _measure(self, base: Recipe, prompts: list[IntArray]) -> dict[str, float]:
+        scores = dict.fromkeys(map(_name, CANDIDATES), 0.0)
+        index, stored = self._warm()
+        for ids in prompts:
+            hits = index.match_runs(_SCOPE, ids)
+            headers = {hit.key: header for hit in hits if (header := index.get(hit.key)) is not None}
+            plan = make_plan(len(ids), (), hits, headers)
+            full = self._executor.run(ids, make_plan(len(ids), ()), {}, base, room=ANSWER_TOKENS)
+            answer = self._runner.greedy(full.kv, full.cache, full.logits, ANSWER_TOKENS)
+            reference = self._runner.log_probs(full.kv, full.cache, full.logits, answer)
+            for candidate in CANDIDATES:
+                done = self._executor.run(ids, plan, stored, _with(base, _name(candidate)), room=ANSWER_TOKENS)
+                other = self._runner.log_probs(done.kv, done.cache, done.logits, answer)
+                kl = float((reference.exp() * (reference - other)).sum(-1).mean())
+                scores[_name(candidate)] += kl * done.charged / len(ids) / len(prompts)
+        return scores
+
+    def _warm(self) -> tuple[ChunkIndex, dict[str, KVRun]]:
+        index, stored = ChunkIndex(), {}
+        lead, split = self._encoder.encode_after(self._config.primer, PASSAGES[0])
+        primer = lead[:split]
+        primed = None
+        if split:
+            primed = self._executor.run(as_ids(primer), make_plan(split, ()), {}, Recipe()).kv.take(0, split)
+        for passage in PASSAGES:
+            ids = as_ids(np.concatenate([primer, self._encoder.encode_text(passage)]))
+            segments = [Segment("exact", 0, split, "primer")] if split else []
+            plan = Plan(len(ids), (*segments, Segment("compute", split, len(ids))))
+            done = self._executor.run(ids, plan, {} if primed is None else {"primer": primed}, Recipe())
+            header = ChunkHeader.of(_SCOPE, ids[split:], base=split, history=ids[:split], origin="warm")
+            index.add(header)
+            stored[header.key] = done.kv.take(split, len(ids))
+        return index, stored
+
+    def _path(self, fingerprint: str, base: Recipe) -> Path | None:
+        folder = self._config.calibration_dir
+        if folder is None:
+            return None
+        return Path(folder).expanduser() / f"{fingerprint}-{base.ratio:g}-{base.floor_tokens}.json"
+
+
+_SCOPE = Scope("calibration", "calibration")
+
+
+def _name(candidate: tuple[str, float]) -> str:
+    return f"{candidate[0]} {candidate[1]:g}"
+
+
+def _with(base: Recipe, name: str) -> Recipe:
+    selector, offset = name.split(" ")
+    return replace(base, selector=selector, offset=float(offset))
+
+
+def _read(path: Path | None) -> dict[str, float] | None:
+    """Scores of an earlier load; None if there are none, or none that can be trusted."""
+    try:
+        found = json.loads(path.read_text()) if path is not None else {}
+        if found.get("version") != _VERSION or set(found["scores"]) != set(map(_name, CANDIDATES)):
+            return None
+        return {name: float(score) for name, score in found["scores"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _write(path: Path | None, scores: Mapping[str, float]) -> None:
+    """Remember scores; a folder that cannot be written only means measuring again next time."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump({"version": _VERSION, "scores": dict(scores)}, file)
+        os.replace(file.name, path)
+    except OSError:
+        return
 
 
 def _pass_seconds(runner: ModelRunner, rows: int) -> float:

@@ -66,7 +66,8 @@ class EngineConfig:
         fallback: use a full prefill when the cost model predicts it to be cheaper.
         store_prompts: keep KV of new text first seen inside a prompt.
         self_check: verify the model at load. Only switch off for a model checked before.
-        calibration_dir: folder where the choice of "auto" is remembered per model; None keeps it in memory.
+        calibration_dir: folder where the choice of `selector="auto"` is remembered per model, so that only the first
+            load measures it; None measures at every load.
     """
 
     reuse: Reuse = "approximate"
@@ -86,7 +87,7 @@ class EngineConfig:
     fallback: bool = True
     store_prompts: bool = True
     self_check: bool = True
-    calibration_dir: Path | str | None = None
+    calibration_dir: Path | str | None = "~/.cache/kvboost-rag/calibration"
 
     def __post_init__(self) -> None:
         _one_of("reuse", self.reuse, Reuse)

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from .calibration import measure_costs, recipe_of
-from .chunking import BreakFinder
+from .assembly import assemble
 from .chunks import IntArray, Scope
 from .config import ANCHOR_TOKENS, EngineConfig, Reuse, SamplingParams, check_namespace
 from .errors import ConfigError, ContextOverflowError, EngineClosedError, PromptError
@@ -19,17 +18,10 @@ from .fingerprints import fingerprint, weights_version
 from .forgetting import chunks_holding
 from .hf import load_pretrained
 from .kv import Cancelled
-from .library import Library
-from .model_spec import inspect_model
-from .prefill import Executor
-from .prompts import PromptEncoder
 from .repair import Recipe
-from .runner import ModelRunner
-from .selfcheck import self_check
-from .serving import Request, Served, Serving
+from .serving import Request
 from .stats import Delta, EngineStats, Generation, Prefill, Timing, Usage, WarmReport
 from .streaming import astream, in_thread, stream
-from .warming import Keeper
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 _MODES: dict[str, tuple[str, ...]] = {
@@ -57,38 +49,17 @@ class Engine:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.config = config or EngineConfig()
-        spec = inspect_model(model)
-        self._window_tokens = spec.window_tokens
-        runner = ModelRunner(model, spec)
-        rope = None
-        self.checked = None
-        if self.config.reuse != "off":
-            rope, self.checked = self_check(runner, moving=self.config.reuse == "approximate")
-        self._encoder = PromptEncoder(tokenizer, markers=self.config.markers)
+        parts = assemble(self.model, tokenizer, self.config)
+        self.fingerprint = parts.fingerprint
+        self.checked, self.calibration = parts.checked, parts.calibration
+        self._window_tokens = parts.window_tokens
+        self._encoder, self._library = parts.encoder, parts.library
+        self._keeper, self._serving = parts.keeper, parts.serving
         self._weights = weights_version(model)
-        self.fingerprint = fingerprint(model, tokenizer)
         self._lock = threading.Lock()  # one request in the model at a time
         self._totals: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
         self._closed = False
-        self._library = Library(self.config.ram_budget_bytes)
-        executor = Executor(runner, rope)
-        token_bytes = spec.layers * spec.kv_heads * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize
-        breaks = None if tokenizer is None else BreakFinder(self._encoder.piece)
-        self._keeper = Keeper(
-            executor, self._library, breaks, self.config, token_bytes=token_bytes, window_tokens=spec.window_tokens
-        )
-        costs = measure_costs(runner, rope) if rope is not None and self.config.fallback else None
-        self._serving = Serving(
-            runner,
-            executor,
-            self._library,
-            self._keeper,
-            tokenizer,
-            self.config,
-            recipe=recipe_of(self.config),
-            costs=costs,
-        )
 
     @classmethod
     def from_pretrained(
@@ -400,4 +371,4 @@ def _nothing(request: Request) -> Generation:
     return Generation(text="", token_ids=(), finish_reason="cancelled", usage=usage, timing=timing)
 
 
-__all__ = ["Engine", "Prompt", "Served"]
+__all__ = ["Engine", "Prompt"]

@@ -81,6 +81,31 @@ class ModelRunner:
             kv.write_to(None)
         return out.logits[0, -1].float()  # type: ignore[no-any-return]
 
+    @torch.inference_mode()
+    def greedy(self, kv: RequestKV, cache: Any, logits: torch.Tensor, count: int) -> list[int]:
+        """The ``count`` most likely next tokens, whatever they are; leaves the cache as it was."""
+        start = kv.lengths[0]
+        tokens = [int(logits.argmax())]
+        while len(tokens) < count:
+            position = torch.tensor([[start + len(tokens) - 1]], device=logits.device)
+            step = self._append(cache, torch.tensor([[tokens[-1]]], device=logits.device), position)
+            tokens.append(int(step[-1].argmax()))
+        kv.lengths = [start] * len(kv.lengths)
+        return tokens
+
+    @torch.inference_mode()
+    def log_probs(self, kv: RequestKV, cache: Any, logits: torch.Tensor, answer: list[int]) -> torch.Tensor:
+        """Log-probabilities at each token of ``answer`` behind a full cache, float32 ``(len(answer), vocab)``."""
+        start = kv.lengths[0]
+        positions = torch.arange(start, start + len(answer) - 1, device=logits.device)[None]
+        rows = self._append(cache, torch.tensor([answer[:-1]], device=logits.device), positions)
+        kv.lengths = [start] * len(kv.lengths)
+        return torch.log_softmax(torch.cat([logits[None], rows]), dim=-1)
+
+    def _append(self, cache: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        out = self.model(input_ids=ids, position_ids=positions, use_cache=True, **{self._cache_arg: cache})
+        return out.logits[0].float()  # type: ignore[no-any-return]
+
     def generate(self, ids: torch.Tensor, prefill: Any, cache: Any, generation_config: Any, **kwargs: Any) -> Any:
         """`model.generate` from a finished prefill: its first step returns the logits that are already there.
 

@@ -185,7 +185,7 @@ class Serving:
         end = n
         new = list(served.new)
         if not served.plan.runs and new[-1][1] == n:
-            end = min(kv.lengths[0], n + len(answer))
+            end = min(*kv.lengths, n + len(answer))  # a cancelled step may have reached some layers only
             new[-1] = (new[-1][0], end)
         ids = np.concatenate([request.ids, np.asarray(answer[: end - n], dtype=np.int32)])
         exact_until = end if not served.plan.runs else served.plan.pure_until

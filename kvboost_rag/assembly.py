@@ -1,0 +1,78 @@
+"""Puts an engine's parts together: what is checked, measured and built once per model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .calibration import Calibration, Calibrator, measure_costs, recipe_of
+from .chunking import BreakFinder
+from .config import EngineConfig
+from .fingerprints import fingerprint
+from .library import Library
+from .model_spec import inspect_model
+from .prefill import Executor
+from .prompts import PromptEncoder
+from .runner import ModelRunner
+from .selfcheck import SelfCheck, self_check
+from .serving import Serving
+from .warming import Keeper
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything an engine works with.
+
+    Attributes:
+        checked: what the self-check measured; None if nothing is reused.
+        calibration: what `selector="auto"` chose from; None if there was nothing to choose.
+    """
+
+    fingerprint: str
+    window_tokens: int
+    encoder: PromptEncoder
+    library: Library
+    keeper: Keeper
+    serving: Serving
+    checked: SelfCheck | None
+    calibration: Calibration | None
+
+
+def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
+    """Check a model and build the parts around it.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served in ``config.reuse``.
+    """
+    spec = inspect_model(model)
+    runner = ModelRunner(model, spec)
+    rope, checked = None, None
+    if config.reuse != "off":
+        rope, checked = self_check(runner, moving=config.reuse == "approximate")
+    encoder = PromptEncoder(tokenizer, markers=config.markers)
+    identity = fingerprint(model, tokenizer)
+    library = Library(config.ram_budget_bytes)
+    executor = Executor(runner, rope)
+    keeper = Keeper(
+        executor,
+        library,
+        None if tokenizer is None else BreakFinder(encoder.piece),
+        config,
+        token_bytes=spec.layers * spec.kv_heads * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize,
+        window_tokens=spec.window_tokens,
+    )
+    recipe, calibration = recipe_of(config), None
+    costs = None if rope is None else measure_costs(runner, rope)
+    if costs is not None and tokenizer is not None and config.selector == "auto":
+        calibration = Calibrator(executor, encoder, config).choose(recipe, identity, token_s=costs.token_s)
+    serving = Serving(
+        runner,
+        executor,
+        library,
+        keeper,
+        tokenizer,
+        config,
+        recipe=calibration.recipe if calibration else recipe,
+        costs=costs if config.fallback else None,
+    )
+    return Parts(identity, spec.window_tokens, encoder, library, keeper, serving, checked, calibration)
