@@ -33,6 +33,7 @@ ANSWER_TOKENS = 12
 LIMIT_S = 60.0  # a model for which the calibration would take longer at load gets the default recipe
 CANDIDATES = tuple((selector, offset) for selector in ("deviation", "query") for offset in (0.5, 0.0))
 DEFAULT = CANDIDATES[0]  # best on the models measured so far (docs/accuracy.md)
+MARGIN = 0.75  # two prompts are a small sample: the default stays unless another is clearly better
 _VERSION = 1
 
 
@@ -100,7 +101,7 @@ class Calibrator:
         path = self._path(fingerprint, base)
         known = _read(path)
         if known is not None:
-            return Calibration(_with(base, min(known, key=known.__getitem__)), known)
+            return Calibration(_with(base, _best(known)), known)
         prompts = [self._prompt(number) for number in range(len(ORDERS))]
         total = sum(len(p) for p in prompts) * (2 + len(CANDIDATES) * 0.4)
         too_slow = token_s is not None and total * token_s > LIMIT_S
@@ -108,7 +109,7 @@ class Calibrator:
             return None
         scores = self._measure(base, prompts)
         _write(path, scores)
-        return Calibration(_with(base, min(scores, key=scores.__getitem__)), scores)
+        return Calibration(_with(base, _best(scores)), scores)
 
     def _prompt(self, number: int) -> IntArray:
         context = "\n\n".join(PASSAGES[i] for i in ORDERS[number])
@@ -156,6 +157,12 @@ class Calibrator:
 
 
 _SCOPE = Scope("calibration", "calibration")
+
+
+def _best(scores: Mapping[str, float]) -> str:
+    best = min(scores, key=scores.__getitem__)
+    default = _name(DEFAULT)
+    return best if scores[best] < MARGIN * scores[default] else default
 
 
 def _name(candidate: tuple[str, float]) -> str:

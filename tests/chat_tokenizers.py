@@ -118,7 +118,7 @@ REASONING = (
     "{% for message in messages %}{% set content = message.content %}{% if message.role == 'assistant' and "
     "'</think>' in content %}{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
     "{{ '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}"
 )
 ADJACENT = "{{ '<|im_start|>' }}{% for m in messages %}{{ m.content }}{% endfor %}{{ '<|im_end|>' }}"
 

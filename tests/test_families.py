@@ -12,12 +12,13 @@ from kvboost_rag.chunks import Hit
 from kvboost_rag.hf import cache_argument
 from kvboost_rag.planner import make_plan
 from tests.tiny import (
+    LIMIT,
     SERVED,
     SLIDING,
-    difference,
     engine_of,
     kl,
     model_of,
+    off_by,
     plain_answer,
     plain_logits,
     prompt_of,
@@ -25,7 +26,6 @@ from tests.tiny import (
     text,
 )
 
-LIMIT = 1e-3
 DOCUMENTS = [text(seed, 25) for seed in (100, 101, 102)]
 REORDERED = prompt_of(DOCUMENTS[::-1], preamble="Another preamble.")
 FIRST = SamplingParams(max_tokens=6)
@@ -39,7 +39,7 @@ def test_a_cold_prompt_gives_plain_logits_and_answer(name: str) -> None:
     ids = random_ids(1, 90)
     assert len(ids) > 3 * SLIDING
     cold = engine.prefill(ids)
-    assert difference(cold.logits, plain_logits(engine.model, ids)) < LIMIT
+    assert off_by(engine, cold) < LIMIT
     assert cold.cache.get_seq_length() == len(ids)
     answer = engine.generate(ids, reuse="off", sampling=FIRST)
     assert list(answer.token_ids) == plain_answer(engine.model, ids, 6)
@@ -53,7 +53,7 @@ def test_recomputing_every_moved_token_gives_plain_logits_and_answer(name: str) 
     assert full.usage.approximate_tokens > 80
     assert full.usage.repaired_tokens == full.usage.approximate_tokens
     assert full.usage.computed_tokens == full.usage.prompt_tokens
-    assert difference(full.logits, plain_logits(engine.model, full.token_ids)) < LIMIT
+    assert off_by(engine, full) < LIMIT
     answer = engine.generate(REORDERED, sampling=FIRST)
     assert list(answer.token_ids) == plain_answer(engine.model, full.token_ids, 6)
 
@@ -68,7 +68,7 @@ def test_an_exact_hit_up_to_the_middle_of_a_chunk_gives_plain_logits_and_answer(
     found = engine.prefill(other)
     assert (found.usage.exact_tokens, found.usage.approximate_tokens) == (70, 0)
     assert found.usage.computed_tokens == 30
-    assert difference(found.logits, plain_logits(engine.model, other)) < LIMIT
+    assert off_by(engine, found) < LIMIT
     again = engine.generate(other, sampling=FIRST)
     assert again.usage.exact_tokens == len(other) - 1
     assert list(again.token_ids) == plain_answer(engine.model, other, 6)
@@ -85,7 +85,7 @@ def test_a_second_turn_is_exact_over_the_first_answer(name: str) -> None:
     assert second.usage.exact_tokens == len(prompt) + len(answer) - 1
     assert list(second.token_ids) == plain_answer(engine.model, turn, 6)
     third = engine.prefill(turn)
-    assert difference(third.logits, plain_logits(engine.model, turn)) < LIMIT
+    assert off_by(engine, third) < LIMIT
 
 
 @every_family

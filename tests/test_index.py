@@ -298,6 +298,7 @@ def test_ids_above_a_byte_are_ordered_by_token() -> None:
     assert spans(known.match_exact(ALICE, as_ids([1, 255, 3]))) == [(0, 2)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 70_000), max_size=40), st.data())
 def test_streamed_prefix_hashes(tokens: list[int], data: st.DataObject) -> None:
     ids = as_ids(tokens)
@@ -321,7 +322,7 @@ def cut_sequences(vocabulary: int) -> st.SearchStrategy[list[ChunkHeader]]:
     return st.lists(cut.map(header), max_size=14)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(cut_sequences(2), st.lists(st.integers(0, 1), max_size=20), st.booleans())
 def test_chain_reaches_as_far_as_brute_force(headers: list[ChunkHeader], prompt: list[int], collide: bool) -> None:
     ids = as_ids(prompt)
@@ -337,6 +338,7 @@ def test_chain_reaches_as_far_as_brute_force(headers: list[ChunkHeader], prompt:
 # --- runs anywhere ------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(
     st.permutations(range(120)),
     st.integers(24, 90),
@@ -356,7 +358,23 @@ def test_every_stored_run_is_found(
     assert found == (Hit(len(before), length, header.key, offset),)
 
 
-@settings(max_examples=200)
+def test_runs_of_24_tokens_from_every_offset() -> None:
+    header = chunk(text(1, 77))
+    known = index_of(header)
+    for offset in range(77 - 24 + 1):
+        ids = ids_of(text(2, 5), header.tokens[offset : offset + 24], text(3, 5))
+        assert known.match_runs(ALICE, ids) == (Hit(5, 24, header.key, offset),)
+
+
+def test_each_of_many_chunks_is_found() -> None:
+    headers = [chunk(text(seed, 100)) for seed in range(2000)]
+    known = index_of(*headers)
+    for some in (headers[at : at + 50] for at in range(0, 2000, 50)):
+        found = known.match_runs(ALICE, ids_of(*(header.tokens for header in some)))
+        assert found == tuple(Hit(100 * i, 100, header.key, 0) for i, header in enumerate(some))
+
+
+@settings(max_examples=200, deadline=None)
 @given(st.data(), st.integers(1, 3), st.booleans())
 def test_every_stored_run_is_found_among_repetitions(data: st.DataObject, vocabulary: int, capped: bool) -> None:
     """With few different tokens, runs overlap and repeat; still none of 24 tokens is left out."""

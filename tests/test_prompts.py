@@ -374,6 +374,21 @@ def test_other_added_tokens_stay_tokens() -> None:
     assert call not in strict.encode_text("<tool_call>")
 
 
+def test_space_behind_a_turn_marker_is_taken_as_elsewhere() -> None:
+    tokenizer, encoder = family("phi3")
+    plain = hugging_face(tokenizer, user("w"))
+    ids = encoder.encode(user("w <|end|>")).tolist()
+    border = plain.index(tokenizer.convert_tokens_to_ids("<|end|>"))
+    assert ids[:border] == plain[:border]
+    assert ids[border - len(plain) :] == plain[border:]
+
+
+def test_an_added_word_is_no_marker() -> None:
+    tokenizer = byte_level(SMOLLM2, CHATML, ["assistant", "system\n"], eos_token="<|im_end|>")
+    messages = user("assistant of the system\n")
+    assert PromptEncoder(tokenizer).encode(messages).tolist() == hugging_face(tokenizer, messages)
+
+
 def test_a_one_character_padding_token_is_no_marker() -> None:
     tokenizer = byte_level(SMOLLM2, CHATML, pad_token="!", eos_token="<|im_end|>")
     assert PromptEncoder(tokenizer).encode(user("Hi!")).tolist() == hugging_face(tokenizer, user("Hi!"))

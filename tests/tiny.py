@@ -12,11 +12,12 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvboost_rag import Engine, EngineConfig
+from kvboost_rag import Engine, EngineConfig, Prefill
 
 VOCAB = 360
 WINDOW = 512  # context window
 SLIDING = 24  # much shorter than the prompts of the tests
+LIMIT = 1e-3  # of logit differences, relative to the scale of the logits
 ORIGINAL = 64  # where length-dependent rotary frequencies begin to change
 
 # The yarn and long-rope configs warn about factors that only matter to a trained model.
@@ -180,11 +181,14 @@ def prompt_of(documents: Sequence[str], *, preamble: str = "Read this.", questio
 
 
 def engine_of(model: Any = "llama", tokenizer: Any = "default", **config: Any) -> Engine:
-    """An engine on a tiny model; without the cost model, which would always rather compute a tiny model's prompt."""
+    """An engine on a tiny model.
+
+    Without what a tiny model has no use for: the cost model, which would always rather compute, the primer, which
+    is longer than the window, and the calibration.
+    """
     chosen = tokenizer_of() if tokenizer == "default" else tokenizer
-    return Engine(
-        model_of(model) if isinstance(model, str) else model, chosen, EngineConfig(**{"fallback": False, **config})
-    )
+    settings = {"fallback": False, "primer": "", "calibration_dir": None, **config}
+    return Engine(model_of(model) if isinstance(model, str) else model, chosen, EngineConfig(**settings))
 
 
 @torch.inference_mode()
@@ -206,6 +210,11 @@ def plain_answer(model: Any, ids: Sequence[int], tokens: int, **options: Any) ->
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     """Largest difference of two logit vectors, relative to the scale of the second."""
     return float((a - b).abs().max() / b.abs().max().clamp_min(1.0))
+
+
+def off_by(engine: Engine, prefill: Prefill) -> float:
+    """How far a prefill's logits are from those of plain Hugging Face."""
+    return difference(prefill.logits, plain_logits(engine.model, prefill.token_ids))
 
 
 def kl(full: torch.Tensor, other: torch.Tensor) -> float:
