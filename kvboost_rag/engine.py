@@ -340,6 +340,8 @@ class Engine:
 
     def _answer(self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None]) -> Generation:
         with self._running():
+            if request.cancel.is_set():  # while it waited
+                return _nothing(request)
             try:
                 generation, served = self._serving.answer(request, on_delta)
             except Cancelled:
