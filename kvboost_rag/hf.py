@@ -117,14 +117,15 @@ def _kvboost_attention(
     mask = None if attention_mask is None else state.masks.get(attention_mask.data_ptr())
     probe = state.probe
     if probe is not None and mask is not None and module.layer_idx in probe.layers:
-        probe.mass[module.layer_idx] = attention_mass(query, key, mask.full, probe.rows, scale)
+        probe.mass[module.layer_idx] = attention_mass(query, key, mask, probe.rows, scale)
         if len(probe.mass) == len(probe.layers):
             raise EndOfPass
     unusual = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
     if state.fallback is not None or unusual or (mask is None and attention_mask is not None):
         run = state.fallback or eager_attention(module)
+        plain = attention_mask if mask is None else mask.full()
         result: tuple[torch.Tensor, torch.Tensor | None] = run(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+            module, query, key, value, plain, scaling=scaling, **kwargs
         )
         return result
     return attend(query, key, value, mask, scale), None

@@ -6,7 +6,7 @@ a band of neighbouring rows needs only the keys up to its last row: few queries 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,51 +31,73 @@ class Band:
     mask: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class PassMask:
-    """Mask of one window size: the whole 4-D tensor for the model, the bands for our attention.
-
-    Attributes:
-        full: additive ``(1, 1, q, kv)``, 0 where a row may look and -inf elsewhere.
-    """
-
-    full: torch.Tensor
-    bands: tuple[Band, ...]
-
-
-def build_mask(
-    positions: torch.Tensor,
-    kv_tokens: int,
-    *,
-    window: int | None,
-    hidden: torch.Tensor | None,
-    groups: int,
-    dtype: torch.dtype,
-) -> PassMask:
-    """Causal (and windowed) mask of the rows at ``positions``.
+    """Which keys the rows of a pass may see, for one window size.
 
     Args:
-        positions: ascending int64 ``(q,)``.
+        positions: of the rows, ascending int64 ``(q,)``.
         kv_tokens: length of the cache.
-        window: keys further back than this are not seen; None sees everything.
+        window: keys further back than this are not seen; None sees everything in front.
         hidden: bool ``(kv,)``, slots that hold nothing yet; None if all are filled or written by this pass.
         groups: query heads per KV head.
         dtype: of the attention scores.
     """
-    slots = torch.arange(kv_tokens, device=positions.device)
-    blocked = slots[None, :] > positions[:, None]
-    if window is not None:
-        blocked |= slots[None, :] <= positions[:, None] - window
-    if hidden is not None:
-        blocked |= hidden[None, :]
-    full = torch.zeros(blocked.shape, dtype=dtype, device=positions.device).masked_fill_(blocked, float("-inf"))
-    bands = []
-    for first in range(0, len(positions), BAND_ROWS):
-        last = min(first + BAND_ROWS, len(positions))
-        high = int(positions[last - 1]) + 1
-        low = 0 if window is None else max(0, int(positions[first]) - window + 1)
-        bands.append(Band(first, last, low, high, full[first:last, low:high].repeat(groups, 1)[None, None]))
-    return PassMask(full[None, None], tuple(bands))
+
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        kv_tokens: int,
+        *,
+        window: int | None,
+        hidden: torch.Tensor | None,
+        groups: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._positions, self._window, self._hidden, self._dtype = positions, window, hidden, dtype
+        self._slots = torch.arange(kv_tokens, device=positions.device)
+        # The model only hands this on, so it has the shape of the mask and no memory; `Pass` looks the mask up by it.
+        self.ticket = torch.zeros(1, dtype=dtype, device=positions.device).expand(1, 1, len(positions), kv_tokens)
+        self.bands = tuple(self._bands(groups))
+
+    def rows(self, rows: torch.Tensor | slice) -> torch.Tensor:
+        """Additive mask of some rows, ``(1, 1, rows, kv)``: 0 where a row may look, -inf elsewhere."""
+        return self._additive(self._positions[rows], self._slots, self._hidden)[None, None]
+
+    def full(self) -> torch.Tensor:
+        """The whole additive mask, ``(1, 1, q, kv)``, for attention that knows no bands."""
+        return self.rows(slice(None))
+
+    def _bands(self, groups: int) -> Iterator[Band]:
+        q = len(self._positions)
+        spans = [(first, min(first + BAND_ROWS, q)) for first in range(0, q, BAND_ROWS)]
+        firsts = self._positions[[first for first, _ in spans]].tolist()
+        lasts = self._positions[[last - 1 for _, last in spans]].tolist()
+        contiguous = self._hidden is None and lasts[-1] - firsts[0] + 1 == q
+        shared = self._shared(groups, lasts[-1]) if contiguous else None
+        for (first, last), start, end in zip(spans, firsts, lasts, strict=True):
+            low = 0 if self._window is None else max(0, start - self._window + 1)
+            if shared is not None:
+                # Contiguous rows see the same pattern shifted by their position: one matrix serves all bands.
+                at = shared.shape[1] - BAND_ROWS - (start - low)
+                mask = shared[:, at : at + (end + 1 - low)].view(groups, BAND_ROWS, -1)[:, : last - first]
+                mask = mask.flatten(0, 1)
+            else:
+                hidden = None if self._hidden is None else self._hidden[low : end + 1]
+                mask = self._additive(self._positions[first:last], self._slots[low : end + 1], hidden).repeat(groups, 1)
+            yield Band(first, last, low, end + 1, mask[None, None])
+
+    def _shared(self, groups: int, last: int) -> torch.Tensor:
+        rows = torch.arange(BAND_ROWS, device=self._slots.device)
+        columns = torch.arange(-last, BAND_ROWS, device=self._slots.device)
+        return self._additive(rows, columns, None).repeat(groups, 1)
+
+    def _additive(self, positions: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+        blocked = slots[None, :] > positions[:, None]
+        if self._window is not None:
+            blocked |= slots[None, :] <= positions[:, None] - self._window
+        if hidden is not None:
+            blocked |= hidden[None, :]
+        return torch.zeros(blocked.shape, dtype=self._dtype, device=slots.device).masked_fill_(blocked, float("-inf"))
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +120,7 @@ class PassState:
     """The running pass, as our attention function sees it.
 
     Attributes:
-        masks: by data pointer of `PassMask.full`, since that tensor is all the model hands on.
+        masks: by data pointer of what the model was given as mask, since that is all it hands on.
         fallback: attention to use where the model asks for more than masked softmax (soft caps, sinks).
         probe: where to collect attention mass, if anywhere.
     """
@@ -139,14 +161,14 @@ def attend(
 
 
 def attention_mass(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor, scaling: float
+    query: torch.Tensor, key: torch.Tensor, mask: PassMask, rows: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     """Attention that ``rows`` of a pass pay to each slot, summed over heads and rows, float32 ``(kv,)``.
 
     Args:
         query: ``(1, heads, q, dim)``.
         key: ``(1, kv_heads, kv, dim)``.
-        mask: additive ``(1, 1, q, kv)``.
+        mask: of the pass.
         rows: int64 ``(r,)``.
         scaling: factor of the scores.
     """
@@ -155,10 +177,5 @@ def attention_mass(
     heads, r, dim = part.shape
     grouped = (part * scaling).reshape(kv_heads, heads // kv_heads * r, dim)
     scores = torch.matmul(grouped, key[0].transpose(1, 2)).reshape(heads, r, -1).float()
-    scores += mask[0, :, rows].float()
+    scores += mask.rows(rows)[0].float()
     return torch.softmax(scores, dim=-1).sum(dim=(0, 1))
-
-
-def positions_tensor(positions: Sequence[int] | Any, device: torch.device) -> torch.Tensor:
-    """Positions as int64 ``(q,)`` on ``device``."""
-    return torch.as_tensor(positions, dtype=torch.int64, device=device)

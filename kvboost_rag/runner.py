@@ -13,7 +13,7 @@ import torch
 from .hf import ATTENTION_NAME, cache_argument, eager_attention, step_output
 from .kv import EndOfPass, RequestKV
 from .model_spec import ModelSpec
-from .passes import CURRENT, AttentionProbe, PassMask, PassState, build_mask
+from .passes import CURRENT, AttentionProbe, PassMask, PassState
 
 
 class ModelRunner:
@@ -69,7 +69,7 @@ class ModelRunner:
             "attention_mask": argument,
             "use_cache": True,
         }
-        state = PassState({m.full.data_ptr(): m for m in masks.values()}, self._fallback(), probe)
+        state = PassState({m.ticket.data_ptr(): m for m in masks.values()}, self._fallback(), probe)
         kv.last_layer = last_layer
         try:
             with self._our_attention(state):
@@ -145,7 +145,7 @@ class ModelRunner:
 
     def _masks(self, positions: torch.Tensor, total: int, hidden: torch.Tensor | None) -> dict[int | None, PassMask]:
         return {
-            window: build_mask(
+            window: PassMask(
                 positions, total, window=window, hidden=hidden, groups=self.spec.groups, dtype=self.spec.dtype
             )
             for window in set(self.spec.layer_windows)
@@ -155,9 +155,9 @@ class ModelRunner:
         if not masks:
             return None if self.spec.layer_names is None else dict.fromkeys(set(self.spec.layer_names))
         if self.spec.layer_names is None:
-            return next(iter(masks.values())).full
+            return next(iter(masks.values())).ticket
         pairs = zip(self.spec.layer_names, self.spec.layer_windows, strict=True)
-        return {name: masks[window].full for name, window in pairs}
+        return {name: masks[window].ticket for name, window in pairs}
 
     def _fallback(self) -> Callable[..., Any] | None:
         """A model that was loaded with eager attention keeps it (soft caps are only applied there)."""

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 from types import ModuleType
 
 from langchain_core.documents import Document
@@ -16,49 +17,51 @@ from kvboost_rag import PromptError
 
 SUFFIXES = (".md", ".txt")
 PASSAGE_TOKENS = 280
-MODULE_CHARACTERS = 2000  # two or three passages a module: many subjects, and warming takes a minute or two
+FILE_CHARACTERS = 1500  # one or two passages a file: many subjects, and warming takes a minute or two
 SHORTEST_CHARACTERS = 180
-MODULES = (
-    "argparse base64 bisect configparser contextlib copy csv dataclasses difflib filecmp functools glob graphlib gzip "
-    "hashlib heapq hmac html itertools json mimetypes pathlib pickle queue random sched secrets shelve shlex shutil "
-    "smtplib statistics subprocess tempfile textwrap threading timeit urllib.parse uuid zipfile"
+TOPICS = (
+    "assert booleans break class comparisons context-managers continue conversions del dict dynamic-features else "
+    "exceptions floating for function global id-classes identifiers import integers lambda lists naming nonlocal "
+    "numbers objects pass raise return slicings strings subscriptions truth try typesmapping typesseq while with yield"
 ).split()
-LICENCE_NOTE = "From the documentation strings of the Python standard library (PSF licence)."
+MODULES = (
+    "base64 bisect contextlib copy csv difflib filecmp functools hashlib heapq itertools json mimetypes pickle random "
+    "sched secrets shutil smtplib statistics subprocess tempfile textwrap threading timeit urllib.parse uuid zipfile"
+).split()
+LICENCE_NOTE = "From the documentation that Python carries in itself (PSF licence): help() topics and docstrings."
 
 
 def write_library_documents(folder: Path) -> Path:
-    """Write one Markdown file per module of the standard library that explains itself well; returns `folder`.
+    """Write a Markdown file per topic of the language and per module of the library; returns `folder`.
 
     The text comes from the running interpreter, so it is the same on every machine with that Python version.
 
     Raises:
-        PromptError: the interpreter was started with -OO, which removes documentation strings.
+        PromptError: this interpreter carries no documentation.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = 0
-    for name in MODULES:
-        text = module_document(importlib.import_module(name))
-        if text:
-            (folder / f"{name}.md").write_text(text, encoding="utf-8")
-            written += 1
+    texts = {f"{name}.md": topic_document(topics.get(name, "")) for name in TOPICS}
+    texts |= {f"module-{name}.md": module_document(importlib.import_module(name)) for name in MODULES}
+    texts = {name: text for name, text in texts.items() if text}
+    if not texts:
+        raise PromptError("this interpreter carries no documentation (python -OO removes it); name a folder: --docs")
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
     (folder / "LICENCE").write_text(LICENCE_NOTE + "\n", encoding="utf-8")
-    if not written:
-        raise PromptError("no documentation strings in this interpreter; start Python without -OO or name --docs")
     return folder
+
+
+def topic_document(text: str) -> str:
+    """Markdown of a help topic: titles marked, grammar left out, cut at a paragraph; empty if there is none."""
+    marked = re.sub(r"^(.+)\n[*=\-]{3,}$", r"## \1", text, flags=re.MULTILINE)
+    paragraphs = [p.strip("\n") for p in re.split(r"\n\s*\n", marked) if p.strip() and "::=" not in p]
+    return _fill(paragraphs)
 
 
 def module_document(module: ModuleType) -> str:
     """Markdown of a module's own explanations, shortened to whole sections; empty if there are none."""
-    sections: list[str] = []
-    room = MODULE_CHARACTERS
-    for title, text in _explanations(module):
-        section = f"## {title}\n\n{text}"
-        if len(text) >= SHORTEST_CHARACTERS and len(section) <= room:
-            sections.append(section)
-            room -= len(section)
-    if not sections:
-        return ""
-    return "\n\n".join(sections) + "\n"
+    sections = [f"## {title}\n\n{text}" for title, text in _explanations(module) if len(text) >= SHORTEST_CHARACTERS]
+    return _fill(sections)
 
 
 def load_passages(
@@ -86,6 +89,16 @@ def load_passages(
     if not passages:
         raise PromptError(f"{folder} holds no text in .txt or .md files ({len(paths)} such files); name another folder")
     return passages
+
+
+def _fill(pieces: list[str]) -> str:
+    """As many whole pieces from the beginning as fit into a file."""
+    kept: list[str] = []
+    for piece in pieces:
+        if sum(map(len, kept)) + len(piece) > FILE_CHARACTERS:
+            break
+        kept.append(piece)
+    return "\n\n".join(kept) + "\n" if kept else ""
 
 
 def _explanations(module: ModuleType) -> Iterator[tuple[str, str]]:
