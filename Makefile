@@ -5,7 +5,7 @@
 #   VENV           where the environment lies                              (.venv)
 #   KVBOOST_CACHE  where models and documents are kept                     (~/.cache/kvboost-rag)
 #   MODEL          Hugging Face id or folder of the model of `make demo`   (a small one, fetched)
-#   DOCS           folder of .txt and .md files of `make demo`             (the Python library's documentation)
+#   DOCS           folder of .txt and .md files of `make demo`             (Python's own documentation)
 #   ARGS           further arguments of `make demo`, `make test` or `make bench`
 #   PIP_ARGS       further arguments of pip, for instance the index of PyTorch's CPU build
 

@@ -28,8 +28,8 @@ def default_embeddings() -> str:
     return os.environ.get("KVBOOST_EMBEDDINGS") or _fetched("all-minilm-l6-v2") or EMBEDDINGS_ID
 
 
-def library_documents_folder() -> Path:
-    """Where the standard library's documentation is written; one folder per Python version, whose texts differ."""
+def python_documents_folder() -> Path:
+    """Where Python's own documentation is written; one folder per Python version, whose texts differ."""
     return cache_root() / "documents" / f"python-{platform.python_version()}"
 
 

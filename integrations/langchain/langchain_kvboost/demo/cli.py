@@ -15,11 +15,11 @@ from langchain_core.documents import Document
 from kvboost_rag import Engine, KVBoostError, UnsupportedModelError
 from langchain_kvboost.chat_models import ChatKVBoost
 
-from .assets import default_embeddings, default_model, library_documents_folder
+from .assets import default_embeddings, default_model, python_documents_folder
 from .compare import Comparison, Row, summarise
-from .documents import load_passages, write_library_documents
+from .documents import load_passages, write_python_documents
 from .embeddings import MeanPoolingEmbeddings
-from .questions import ABOUT_THE_LIBRARY, questions_about, read_questions
+from .questions import ABOUT_PYTHON, questions_about, read_questions
 from .report import print_row, print_table, write_json
 
 DESCRIPTION = """\
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> list[Row]:
     """The demo from documents to table; the measured rows."""
     model, embeddings = options.model or default_model(), options.embeddings or default_embeddings()
-    folder = options.docs or write_library_documents(library_documents_folder())
+    folder = options.docs or write_python_documents(python_documents_folder())
 
     print(f"Loading {model}", flush=True)
     engine = _load(model)
@@ -85,14 +85,14 @@ def _load(model: str) -> Engine:
 def _questions(options: argparse.Namespace, passages: list[Document]) -> list[str]:
     if options.questions:
         return read_questions(options.questions)
-    return questions_about(passages) if options.docs else list(ABOUT_THE_LIBRARY)
+    return questions_about(passages) if options.docs else list(ABOUT_PYTHON)
 
 
 def _setting(options: argparse.Namespace, model: str, embeddings: str, passages: list[Document]) -> dict[str, Any]:
     return {
         "model": model,
         "embeddings": embeddings,
-        "documents": str(options.docs) if options.docs else "the Python standard library's documentation strings",
+        "documents": str(options.docs) if options.docs else "Python's own documentation",
         "passages": len(passages),
         "k": options.k,
         "max_tokens": options.max_tokens,

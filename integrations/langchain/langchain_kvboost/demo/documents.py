@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,24 +18,25 @@ from kvboost_rag import PromptError
 
 SUFFIXES = (".md", ".txt")
 PASSAGE_TOKENS = 280
-FILE_CHARACTERS = 1500  # one or two passages a file: many subjects, and warming takes a minute or two
+FILE_CHARACTERS = 1800  # one or two passages a file: many subjects, and warming takes a minute or two
 SHORTEST_CHARACTERS = 180
 TOPICS = (
-    "assert booleans break class comparisons context-managers continue conversions del dict dynamic-features else "
-    "exceptions floating for function global id-classes identifiers import integers lambda lists naming nonlocal "
-    "numbers objects pass raise return slicings strings subscriptions truth try typesmapping typesseq while with yield"
+    "assert booleans break class comparisons context-managers continue del dict else exceptions floating for function "
+    "global if import in lambda lists naming nonlocal objects pass raise return slicings strings subscriptions truth "
+    "try typesmapping typesseq while with yield"
 ).split()
 MODULES = (
-    "base64 bisect contextlib copy csv difflib filecmp functools hashlib heapq itertools json mimetypes pickle random "
-    "sched secrets shutil smtplib statistics subprocess tempfile textwrap threading timeit urllib.parse uuid zipfile"
+    "base64 bisect copy difflib filecmp heapq json pickle random sched secrets shutil statistics subprocess tempfile "
+    "textwrap threading urllib.parse zipfile"
 ).split()
 LICENCE_NOTE = "From the documentation that Python carries in itself (PSF licence): help() topics and docstrings."
 
 
-def write_library_documents(folder: Path) -> Path:
+def write_python_documents(folder: Path) -> Path:
     """Write a Markdown file per topic of the language and per module of the library; returns `folder`.
 
-    The text comes from the running interpreter, so it is the same on every machine with that Python version.
+    Other Markdown files in the folder are removed: it belongs to this function. The text comes from the running
+    interpreter, so it is the same on every machine with that Python version.
 
     Raises:
         PromptError: this interpreter carries no documentation.
@@ -45,6 +47,9 @@ def write_library_documents(folder: Path) -> Path:
     texts = {name: text for name, text in texts.items() if text}
     if not texts:
         raise PromptError("this interpreter carries no documentation (python -OO removes it); name a folder: --docs")
+    for stale in folder.glob("*.md"):
+        if stale.name not in texts:
+            stale.unlink()
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "LICENCE").write_text(LICENCE_NOTE + "\n", encoding="utf-8")
@@ -55,13 +60,20 @@ def topic_document(text: str) -> str:
     """Markdown of a help topic: titles marked, grammar left out, cut at a paragraph; empty if there is none."""
     marked = re.sub(r"^(.+)\n[*=\-]{3,}$", r"## \1", text, flags=re.MULTILINE)
     paragraphs = [p.strip("\n") for p in re.split(r"\n\s*\n", marked) if p.strip() and "::=" not in p]
-    return _fill(paragraphs)
+    room = itertools.accumulate(map(len, paragraphs))
+    kept = [paragraph for paragraph, used in zip(paragraphs, room, strict=True) if used <= FILE_CHARACTERS]
+    return _joined(kept)
 
 
 def module_document(module: ModuleType) -> str:
-    """Markdown of a module's own explanations, shortened to whole sections; empty if there are none."""
-    sections = [f"## {title}\n\n{text}" for title, text in _explanations(module) if len(text) >= SHORTEST_CHARACTERS]
-    return _fill(sections)
+    """Markdown of a module's own explanations: the whole sections that fit, in order; empty if there are none."""
+    kept: list[str] = []
+    room = FILE_CHARACTERS
+    for title, text in _explanations(module):
+        if SHORTEST_CHARACTERS <= len(text) <= room:
+            kept.append(f"## {title}\n\n{text}")
+            room -= len(text)
+    return _joined(kept)
 
 
 def load_passages(
@@ -91,14 +103,8 @@ def load_passages(
     return passages
 
 
-def _fill(pieces: list[str]) -> str:
-    """As many whole pieces from the beginning as fit into a file."""
-    kept: list[str] = []
-    for piece in pieces:
-        if sum(map(len, kept)) + len(piece) > FILE_CHARACTERS:
-            break
-        kept.append(piece)
-    return "\n\n".join(kept) + "\n" if kept else ""
+def _joined(pieces: list[str]) -> str:
+    return "\n\n".join(pieces) + "\n" if pieces else ""
 
 
 def _explanations(module: ModuleType) -> Iterator[tuple[str, str]]:

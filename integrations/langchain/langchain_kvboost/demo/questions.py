@@ -11,15 +11,15 @@ from langchain_core.documents import Document
 from kvboost_rag import PromptError
 
 QUESTIONS = 8
-ABOUT_THE_LIBRARY = (
-    "What is the difference between a shallow copy and a deep copy?",
-    "How does Pearson's correlation coefficient describe a relationship?",
-    "Why should mktemp not be used for temporary files?",
-    "What does heappop return, and how does that differ from textbook heaps?",
-    "When does b64decode raise an error for bad input?",
-    "What happens to a NamedTemporaryFile when it is closed?",
-    "Where does bisect_left insert an item that is already in the list?",
+ABOUT_PYTHON = (
+    "What does the global statement do?",
     "What is the secrets module used for?",
+    "When is the else clause of a for loop executed?",
+    "What is a lambda expression?",
+    "What does Pearson's correlation coefficient measure?",
+    "What does the break statement do?",
+    "Which objects are considered false?",
+    "What is the difference between a shallow copy and a deep copy?",
 )
 TOPIC_WORDS = 10
 
