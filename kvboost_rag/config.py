@@ -65,7 +65,6 @@ class EngineConfig:
         markers: what to do with special-token text inside message content: keep it as plain text, or refuse.
         fallback: use a full prefill when the cost model predicts it to be cheaper.
         store_prompts: keep KV of new text first seen inside a prompt.
-        self_check: verify the model at load. Only switch off for a model checked before.
         calibration_dir: folder where the choice of `selector="auto"` is remembered per model, so that only the first
             load measures it; None measures at every load.
     """
@@ -86,7 +85,6 @@ class EngineConfig:
     markers: Markers = "text"
     fallback: bool = True
     store_prompts: bool = True
-    self_check: bool = True
     calibration_dir: Path | str | None = "~/.cache/kvboost-rag/calibration"
 
     def __post_init__(self) -> None:

@@ -336,7 +336,11 @@ class Engine:
         with self._lock:
             if self._closed:
                 raise EngineClosedError("the engine was closed; make a new one")
-            yield
+            try:
+                yield
+            finally:
+                if self._closed:  # meanwhile; nothing may be kept
+                    self._library.clear()
 
     def _answer(self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None]) -> Generation:
         with self._running():
