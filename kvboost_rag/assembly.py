@@ -14,7 +14,7 @@ from .model_spec import inspect_model
 from .prefill import Executor
 from .prompts import PromptEncoder
 from .runner import ModelRunner
-from .selfcheck import SelfCheck, self_check
+from .selfcheck import SelfCheck, check_full_pass, self_check
 from .serving import Serving
 from .warming import Keeper
 
@@ -47,7 +47,9 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
     spec = inspect_model(model)
     runner = ModelRunner(model, spec)
     rope, checked = None, None
-    if config.reuse != "off":
+    if config.reuse == "off":
+        check_full_pass(runner)
+    else:
         rope, checked = self_check(runner, moving=config.reuse == "approximate")
     encoder = PromptEncoder(tokenizer, markers=config.markers)
     identity = fingerprint(model, tokenizer)

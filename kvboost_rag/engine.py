@@ -339,8 +339,11 @@ class Engine:
             try:
                 yield
             finally:
-                if self._closed:  # meanwhile; nothing may be kept
-                    self._library.clear()
+                self._empty_if_closed()
+
+    def _empty_if_closed(self) -> None:
+        if self._closed:  # while the request ran, which may have kept its prompt
+            self._library.clear()
 
     def _answer(self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None]) -> Generation:
         with self._running():

@@ -23,6 +23,7 @@ PROBE_OFFSET = 97  # odd and larger than the probe, so that no frequency turns f
 # Largest accepted relative error by dtype. In half precision two encodings of one text at two places differ by
 # rounding alone, and deeper layers add to it; a wrong rotation is off by the order of 1.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.12}
+_CANNOT_RUN = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,30 @@ def self_check(runner: ModelRunner, *, moving: bool) -> tuple[Rope | None, SelfC
     return rope, SelfCheck(layouts, move_error, value_error, logit_error, tolerance)
 
 
+@torch.inference_mode()
+def check_full_pass(runner: ModelRunner) -> None:
+    """Check that a whole prompt at once gives plain Hugging Face's logits: all that is needed where nothing is reused.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    tolerance = _TOLERANCE.get(runner.spec.dtype, 0.12)
+    ids, name = _probe_ids(runner), type(runner.model).__name__
+    try:
+        plain = runner.model(input_ids=ids[None], use_cache=False).logits[0, -1].float()
+        kv = runner.new_kv(len(ids), len(ids))
+        ours = runner.run(kv, cache_over(kv), ids, torch.arange(len(ids), device=ids.device))
+    except _CANNOT_RUN as error:
+        raise UnsupportedModelError(f"{name} cannot run over our cache ({error}); use plain transformers") from error
+    assert ours is not None
+    off_by = float((ours - plain).abs().max() / plain.abs().max().clamp_min(1e-6))
+    if not off_by <= tolerance:
+        raise UnsupportedModelError(
+            f"self-check failed: logits of {name} differ from plain Hugging Face by {off_by:.2g} (relative), the limit "
+            f"is {tolerance:g}; use plain transformers"
+        )
+
+
 def _probe_ids(runner: ModelRunner) -> torch.Tensor:
     # Spread over the vocabulary; any ids do, since both sides of each comparison run the same ones.
     vocab = min(runner.spec.vocab, runner.model.get_input_embeddings().weight.shape[0])
@@ -92,7 +117,7 @@ def _check_passes(runner: ModelRunner, ids: torch.Tensor, tolerance: float) -> f
         kv.values[:, :, middle + 1 :] = 1e4
         row = torch.tensor([middle], device=ids.device)
         inner = runner.run(kv, cache, ids[row], row)
-    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+    except _CANNOT_RUN as error:
         raise UnsupportedModelError(
             f"{type(runner.model).__name__} cannot run chosen tokens at chosen positions over a cache ({error}); "
             "use EngineConfig(reuse='off')"

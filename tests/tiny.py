@@ -96,6 +96,12 @@ UNMOVABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("Bloom", {"n_layer": 3, "n_head": 4}),
     "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": WINDOW}),
 }
+# Attention of the model's own making.
+PECULIAR: dict[str, tuple[str, dict[str, Any]]] = {
+    "mpt": ("Mpt", {"d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": WINDOW}),
+    "doge": ("Doge", {}),
+    "jetmoe": ("JetMoe", {}),
+}
 # State that is not one K and one V per token.
 STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {"layer_types": ["full_attention", "conv", "full_attention"]}),
@@ -107,7 +113,7 @@ STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mamba": ("Mamba", {"state_size": 8}),
 }  # fmt: skip
-_ALL = {**SERVED, **LENGTH_DEPENDENT, **UNMOVABLE, **STATEFUL}
+_ALL = {**SERVED, **LENGTH_DEPENDENT, **UNMOVABLE, **PECULIAR, **STATEFUL}
 _HEADS = {"GPT2": "GPT2LMHeadModel"}
 _CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 
