@@ -48,8 +48,9 @@ class _Family:
 
     def best(self, ids: IntArray) -> tuple[int, ChunkHeader]:
         """The child with the longest common prefix with ``ids``, and its length in tokens."""
-        # Among sorted strings, the longest common prefix with a probe is at a neighbour of its place.
-        at = bisect_left(self.children, _bytes(ids[: self.longest]), key=_order)
+        # Among sorted byte strings, the longest common prefix with a probe is at a neighbour of its place. Tokens
+        # have four bytes each, so the same holds for tokens, whatever the order of bytes.
+        at = bisect_left(self.children, ids[: self.longest].tobytes(), key=_order)
         near = self.children[max(at - 1, 0) : at + 1]
         lengths = [_common(child.tokens, ids) for child in near]
         best = int(np.argmax(lengths))
@@ -159,8 +160,4 @@ def _common(a: IntArray, b: IntArray) -> int:
 
 
 def _order(header: ChunkHeader) -> bytes:
-    return _bytes(header.tokens)
-
-
-def _bytes(ids: IntArray) -> bytes:
-    return ids.astype(">i4").tobytes()
+    return header.tokens.tobytes()

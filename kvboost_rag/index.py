@@ -31,7 +31,7 @@ class ChunkIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the anchor tables, which are most of what the index holds beside the headers."""
+        """Bytes of the tables of anchors and slots, which are most of what the index holds beside the headers."""
         return sum(part.nbytes for part in self._scopes.values())
 
     def add(self, header: ChunkHeader) -> None:
@@ -117,7 +117,7 @@ class _ScopeIndex:
 
     @property
     def nbytes(self) -> int:
-        return self._anchors.nbytes
+        return self._anchors.nbytes + self._lengths.nbytes + self._preference.nbytes
 
     def add(self, header: ChunkHeader, order: int) -> None:
         self.headers[header.key] = header

@@ -209,6 +209,16 @@ def test_finds_content_behind_any_history() -> None:
     assert known.find_content(OTHER_MODEL, tokens) == []
 
 
+def test_same_content_hash_is_not_same_content() -> None:
+    with colliding():
+        one, two = chunk(text(1, 40)), chunk(text(2, 40))
+        known = index_of(one, two)
+        assert known.find_content(ALICE, one.tokens) == [one]
+        known.discard(one.key)
+        assert known.find_content(ALICE, one.tokens) == []
+        assert known.find_content(ALICE, two.tokens) == [two]
+
+
 def test_nothing_known_nothing_found() -> None:
     known = ChunkIndex()
     assert known.match_exact(ALICE, text(1, 40)) == known.match_runs(ALICE, text(1, 40)) == ()
@@ -292,7 +302,7 @@ def test_best_of_many_siblings() -> None:
         assert known.match_exact(ALICE, ids) == (Hit(0, 44, wanted.key, 0),)
 
 
-def test_ids_above_a_byte_are_ordered_by_token() -> None:
+def test_best_sibling_whatever_the_bytes_of_its_ids() -> None:
     known = index_of(chunk([1, 256, 3]), chunk([1, 255, 9]), chunk([1, 65536, 2]), chunk([0, 256, 3]))
     assert spans(known.match_exact(ALICE, as_ids([1, 65536, 2, 7]))) == [(0, 3)]
     assert spans(known.match_exact(ALICE, as_ids([1, 255, 3]))) == [(0, 2)]
@@ -374,7 +384,7 @@ def test_each_of_many_chunks_is_found() -> None:
         assert found == tuple(Hit(100 * i, 100, header.key, 0) for i, header in enumerate(some))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 3), st.booleans())
 def test_every_stored_run_is_found_among_repetitions(data: st.DataObject, vocabulary: int, capped: bool) -> None:
     """With few different tokens, runs overlap and repeat; still none of 24 tokens is left out."""
@@ -509,6 +519,30 @@ def test_one_token_repeated(stored: tuple[int, ...]) -> None:
     assert covered_tokens(found) > 0.97 * min(8192, 8192 if len(stored) > 1 else stored[0] * 40)
 
 
+def test_long_repetition_is_laid_beside_itself_in_full() -> None:
+    header = chunk([5] * 8000)
+    assert timed_runs(index_of(header), ids_of([1], header.tokens, [2])) == (Hit(1, 8000, header.key, 0),)
+
+
+def test_chunk_that_repeats_a_window_is_posted_at_its_first_and_last_place() -> None:
+    table = anchors.AnchorTable()
+    table.add(0, as_ids([7] * 100))
+    assert sorted(table.lookup(as_ids([7] * 16)).offset.tolist()) == [0, 84]
+
+
+def test_rarity_counts_what_is_stored_now_and_seen_in_the_prompt() -> None:
+    window = text(1, 16)
+    table = anchors.AnchorTable()
+    for slot in range(4):
+        table.add(slot, window)
+    assert table.lookup(window).rarity.tolist() == [0.25] * 4
+    table.remove(1)
+    table.remove(3)
+    found = table.lookup(ids_of(window, window))
+    assert sorted(zip(found.position.tolist(), found.slot.tolist(), strict=True)) == [(0, 0), (0, 2), (16, 0), (16, 2)]
+    assert found.rarity.tolist() == [0.25] * 4
+
+
 def test_normal_text_next_to_repetitions() -> None:
     documents = [ids_of(text(seed, 5), [5] * 1500, text(100 + seed, 80)) for seed in range(40)]
     known = index_of(*map(chunk, documents))
@@ -543,7 +577,7 @@ def test_tables_and_periodic_text() -> None:
 def test_every_window_from_another_chunk() -> None:
     ids = text(1, 4096)
     known = index_of(*(chunk(ids_of(ids[at : at + 16], text(at + 2, 20))) for at in range(4080)))
-    assert covered_tokens(timed_runs(known, ids)) > 0.5 * len(ids)
+    assert covered_tokens(timed_runs(known, ids)) > 0.8 * len(ids)
 
 
 def test_churn_leaves_nothing_behind() -> None:
@@ -553,8 +587,8 @@ def test_churn_leaves_nothing_behind() -> None:
 
     def churn(rounds: int) -> None:
         for _ in range(rounds):
-            history = rng.integers(0, 50, size=rng.integers(0, 3))
-            header = chunk(rng.integers(0, 50_000, size=100), history)
+            history = rng.integers(0, 50, size=rng.integers(0, 1000))
+            header = chunk(rng.integers(0, 50_000, size=50), history)
             known.add(header)
             alive.append(header.key)
             if len(alive) > 50:
@@ -572,7 +606,7 @@ def test_churn_leaves_nothing_behind() -> None:
     for key in alive:
         header = known.get(key)
         assert header is not None
-        assert covered_tokens(known.match_runs(ALICE, header.tokens)) == 100
+        assert covered_tokens(known.match_runs(ALICE, header.tokens)) == 50
         known.discard(key)
     assert (len(known), known.nbytes, known.keys(ALICE)) == (0, 0, [])
 
