@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from .forgetting import chunks_holding
 from .hf import load_pretrained
 from .kv import Cancelled
 from .repair import Recipe
+from .runner import lock_of
 from .serving import Request
 from .stats import Delta, EngineStats, Generation, Prefill, Timing, Usage, WarmReport
 from .streaming import astream, in_thread, stream
@@ -34,7 +34,8 @@ _MODES: dict[str, tuple[str, ...]] = {
 class Engine:
     """Runs one model and keeps the KV of what it read, per namespace.
 
-    Thread-safe: requests of several threads run one after the other. Results do not depend on the order.
+    Thread-safe: requests of several threads run one after the other, also those of other engines on the same model.
+    Results do not depend on the order. While a request runs, nothing else may use the model.
 
     Args:
         model: a Hugging Face causal language model with rotary positions.
@@ -49,14 +50,15 @@ class Engine:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.config = config or EngineConfig()
-        parts = assemble(self.model, tokenizer, self.config)
+        self._lock = lock_of(self.model)  # one request in the model at a time
+        with self._lock:
+            parts = assemble(self.model, tokenizer, self.config)
         self.fingerprint = parts.fingerprint
         self.checked, self.calibration = parts.checked, parts.calibration
         self._window_tokens = parts.window_tokens
         self._encoder, self._library = parts.encoder, parts.library
         self._keeper, self._serving = parts.keeper, parts.serving
         self._weights = weights_version(model)
-        self._lock = threading.Lock()  # one request in the model at a time
         self._totals: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
         self._closed = False

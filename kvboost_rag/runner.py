@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect as pyinspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -14,6 +16,18 @@ from .hf import ATTENTION_NAME, cache_argument, eager_attention, step_output
 from .kv import EndOfPass, RequestKV
 from .model_spec import ModelSpec
 from .passes import CURRENT, AttentionProbe, PassMask, PassState
+
+_LOCKS: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
+_LOCKS_LOCK = threading.Lock()
+
+
+def lock_of(model: Any) -> threading.Lock:
+    """The lock to hold around all work with a model: engines that share it must not run it at the same time.
+
+    A pass switches the attention of the model's config for its duration, and every layer reads it from there.
+    """
+    with _LOCKS_LOCK:
+        return _LOCKS.setdefault(model.get_decoder(), threading.Lock())
 
 
 class ModelRunner:
