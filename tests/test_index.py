@@ -522,6 +522,8 @@ def test_one_token_repeated(stored: tuple[int, ...]) -> None:
 def test_long_repetition_is_laid_beside_itself_in_full() -> None:
     header = chunk([5] * 8000)
     assert timed_runs(index_of(header), ids_of([1], header.tokens, [2])) == (Hit(1, 8000, header.key, 0),)
+    (part,) = timed_runs(index_of(header), ids_of([1], header.tokens[:4000], [2]))
+    assert (part.start, part.length) == (1, 4000)
 
 
 def test_chunk_that_repeats_a_window_is_posted_at_its_first_and_last_place() -> None:
