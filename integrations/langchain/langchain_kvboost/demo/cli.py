@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -43,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> list[Row]:
     """The demo from documents to table; the measured rows."""
+    _set_threads(options.threads)
     model, embeddings = options.model or default_model(), options.embeddings or default_embeddings()
     folder = options.docs or write_python_documents(python_documents_folder())
 
@@ -73,6 +75,17 @@ def run(options: argparse.Namespace) -> list[Row]:
         write_json(options.json, rows, summary, _setting(options, model, embeddings, passages))
     engine.close()
     return rows
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads:
+        torch.set_num_threads(threads)
+    elif torch.get_num_threads() > 1 and _load_average() >= (os.cpu_count() or 1):
+        print("This machine is busy; several torch threads may then be slower than one: try --threads 1")
+
+
+def _load_average() -> float:
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
 
 
 def _load(model: str) -> Engine:
@@ -109,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--questions", type=Path, help="file with one question per line")
     parser.add_argument("--max-tokens", type=_positive, default=48, help="longest answer, tokens (default: 48)")
     parser.add_argument("--k", type=_positive, default=6, help="documents per question (default: 6)")
+    parser.add_argument("--threads", type=_positive, help="torch threads (default: torch's own choice)")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser
 
