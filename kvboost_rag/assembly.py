@@ -7,8 +7,10 @@ from typing import Any
 
 from .calibration import Calibration, Calibrator, measure_costs, recipe_of
 from .chunking import BreakFinder
+from .chunks import as_ids
 from .config import EngineConfig
 from .fingerprints import fingerprint
+from .keeping import Keeper
 from .library import Library
 from .model_spec import inspect_model
 from .prefill import Executor
@@ -16,7 +18,9 @@ from .prompts import PromptEncoder
 from .runner import ModelRunner
 from .selfcheck import SelfCheck, check_full_pass, self_check
 from .serving import Serving
-from .warming import Keeper
+from .warming import Warmer
+
+PACK_SEPARATOR = "\n\n"  # what most prompt templates put between two documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,7 @@ class Parts:
     window_tokens: int
     encoder: PromptEncoder
     library: Library
-    keeper: Keeper
+    warmer: Warmer
     serving: Serving
     checked: SelfCheck | None
     calibration: Calibration | None
@@ -56,13 +60,14 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
     library = Library(config.ram_budget_bytes)
     executor = Executor(runner, rope)
     keeper = Keeper(
-        executor,
         library,
         None if tokenizer is None else BreakFinder(encoder.piece),
         config,
         token_bytes=spec.layers * spec.kv_heads * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize,
         window_tokens=spec.window_tokens,
     )
+    separator = as_ids([]) if tokenizer is None else encoder.encode_text(PACK_SEPARATOR)
+    warmer = Warmer(executor, keeper, config, separator=separator, window_tokens=spec.window_tokens)
     recipe, calibration = recipe_of(config), None
     costs = None if rope is None else measure_costs(runner, rope)
     if costs is not None and tokenizer is not None and config.selector == "auto":
@@ -77,4 +82,4 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
         recipe=calibration.recipe if calibration else recipe,
         costs=costs if config.fallback else None,
     )
-    return Parts(identity, spec.window_tokens, encoder, library, keeper, serving, checked, calibration)
+    return Parts(identity, spec.window_tokens, encoder, library, warmer, serving, checked, calibration)

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from .calibration_text import ORDERS, PASSAGES, PROMPT, QUESTIONS
-from .chunks import ChunkHeader, IntArray, Scope, as_ids
+from .chunks import ChunkHeader, IntArray, Scope
 from .config import EngineConfig
 from .costs import CostModel
 from .hf import cache_over
 from .index import ChunkIndex
 from .kv import KVRun
-from .planner import Plan, Segment, make_plan
+from .planner import make_plan
 from .prefill import Executor
 from .prompts import PromptEncoder
 from .repair import Recipe
@@ -34,7 +34,7 @@ LIMIT_S = 60.0  # a model for which the calibration would take longer at load ge
 CANDIDATES = tuple((selector, offset) for selector in ("deviation", "query") for offset in (0.5, 0.0))
 DEFAULT = CANDIDATES[0]  # best on the models measured so far (docs/accuracy.md)
 MARGIN = 0.75  # two prompts are a small sample: the default stays unless another is clearly better
-_VERSION = 1
+_VERSION = 2
 
 
 def measure_costs(runner: ModelRunner, rope: Rope | None) -> CostModel:
@@ -134,19 +134,15 @@ class Calibrator:
 
     def _warm(self) -> tuple[ChunkIndex, dict[str, KVRun]]:
         index, stored = ChunkIndex(), {}
-        lead, split = self._encoder.encode_after(self._config.primer, PASSAGES[0])
-        primer = lead[:split]
-        primed = None
-        if split:
-            primed = self._executor.run(as_ids(primer), make_plan(split, ()), {}, Recipe()).kv.take(0, split)
-        for passage in PASSAGES:
-            ids = as_ids(np.concatenate([primer, self._encoder.encode_text(passage)]))
-            segments = [Segment("exact", 0, split, "primer")] if split else []
-            plan = Plan(len(ids), (*segments, Segment("compute", split, len(ids))))
-            done = self._executor.run(ids, plan, {} if primed is None else {"primer": primed}, Recipe())
-            header = ChunkHeader.of(_SCOPE, ids[split:], base=split, history=ids[:split], origin="warm")
-            index.add(header)
-            stored[header.key] = done.kv.take(split, len(ids))
+        separator = self._encoder.encode_text("\n\n")
+        documents = [self._encoder.encode_text(passage) for passage in PASSAGES]
+        growing = self._executor.grow(2 * sum(map(len, documents)))
+        for number, ids in enumerate((*documents, documents[0])):  # as `warming` does it
+            start = growing.extend(np.concatenate([separator, ids])) + len(separator)
+            if number:
+                header = ChunkHeader.of(_SCOPE, ids, base=start, history=growing.ids[:start], origin="warm")
+                index.add(header)
+                stored[header.key] = growing.kv.take(start, start + len(ids))
         return index, stored
 
     def _path(self, fingerprint: str, base: Recipe) -> Path | None:

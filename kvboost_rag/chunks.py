@@ -99,9 +99,7 @@ class ChunkHeader:
     origin: Origin
 
     @classmethod
-    def of(
-        cls, scope: Scope, tokens: IntArray, *, base: int, history: IntArray | None, origin: Origin
-    ) -> ChunkHeader:
+    def of(cls, scope: Scope, tokens: IntArray, *, base: int, history: IntArray | None, origin: Origin) -> ChunkHeader:
         """Build a header and its key."""
         if history is not None and len(history) != base:
             raise ValueError(f"history has {len(history)} tokens but base is {base}")

@@ -18,24 +18,6 @@ Markers = Literal["text", "refuse"]
 
 ANCHOR_TOKENS = 16  # window length of the index; shorter runs cannot be found away from the exact chain
 
-# Any ordinary prose does; what counts is that it is there (docs/accuracy.md). Two short passages, so that a document
-# behind it starts where a third one would.
-PRIMER = """Context:
-
-Harbour office, opening hours and fees
-
-The harbour office is open from Monday to Friday between eight and four. Visitors who arrive by boat report there
-first, pay the berth fee for the nights they intend to stay, and receive a number for the pier. The fee depends on the
-length of the boat: up to eight metres it is twelve crowns a night, and every further metre costs two crowns more.
-
-Notes on the lighthouse
-
-The lighthouse was built in 1871 and has been automatic since 1984. Its light can be seen from nineteen miles. The
-tower may be climbed on Sundays from May to September; groups of more than ten people should write to the office in
-advance, since the stairs are narrow and only a few may go up at the same time.
-
-"""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -57,9 +39,9 @@ class EngineConfig:
             and stored with it (KVBoost).
         sink_tokens: leading tokens of the document (or of `warm(context=…)`) kept in front of each separately
             encoded chunk as attention sink, and not stored with it (KVBoost).
-        primer: text that documents warmed without a context are encoded behind when reuse is "approximate", so that
-            their KV has seen a sink and a neighbour, as it will in a prompt; "" encodes them alone. The primer is
-            never part of a prompt, and its own KV is not stored.
+        pack_tokens: in approximate mode, documents warmed in one call without a context are encoded one behind another
+            in packs of about so many tokens, so that their KV has seen neighbours, as it will in a prompt; 0 encodes
+            each alone.
         ram_budget_bytes: hard limit of stored KV in RAM, including what is being written.
         namespace: tenant used when a call names none.
         markers: what to do with special-token text inside message content: keep it as plain text, or refuse.
@@ -79,7 +61,7 @@ class EngineConfig:
     chunk_tokens: int = 128
     overlap_tokens: int = 0
     sink_tokens: int = 0
-    primer: str = PRIMER
+    pack_tokens: int = 1536
     ram_budget_bytes: int = 2 << 30
     namespace: str = "default"
     markers: Markers = "text"
@@ -100,9 +82,8 @@ class EngineConfig:
         _in_range("overlap_tokens", self.overlap_tokens, 0, self.chunk_tokens - 1)
         _in_range("sink_tokens", self.sink_tokens, 0, 4096)
         _in_range("ram_budget_bytes", self.ram_budget_bytes, 0, 1 << 60)
+        _in_range("pack_tokens", self.pack_tokens, 0, 1 << 20)
         check_namespace(self.namespace)
-        if not isinstance(self.primer, str):
-            raise ConfigError(f"primer is {self.primer!r}; it must be a string, '' for none")
         if self.chunking == "document" and (self.overlap_tokens or self.sink_tokens):
             raise ConfigError(
                 f"overlap_tokens is {self.overlap_tokens} and sink_tokens is {self.sink_tokens}, but "

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from .assembly import assemble
 from .chunks import IntArray, Scope
 from .config import ANCHOR_TOKENS, EngineConfig, Reuse, SamplingParams, check_namespace
 from .errors import ConfigError, ContextOverflowError, EngineClosedError, PromptError
-from .fingerprints import fingerprint, weights_version
+from .fingerprints import Watch, fingerprint
 from .forgetting import chunks_holding
 from .hf import load_pretrained
 from .kv import Cancelled
@@ -29,6 +30,7 @@ _MODES: dict[str, tuple[str, ...]] = {
     "exact": ("off", "exact"),
     "approximate": ("off", "exact", "approximate"),
 }
+REMEMBERED = 64  # fingerprints of states the model was in: switching between adapters must not hash it every time
 
 
 class Engine:
@@ -51,14 +53,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.config = config or EngineConfig()
         self._lock = lock_of(self.model)  # one request in the model at a time
-        with self._lock:
-            parts = assemble(self.model, tokenizer, self.config)
-        self.fingerprint = parts.fingerprint
-        self.checked, self.calibration = parts.checked, parts.calibration
-        self._window_tokens = parts.window_tokens
-        self._encoder, self._library = parts.encoder, parts.library
-        self._keeper, self._serving = parts.keeper, parts.serving
-        self._weights = weights_version(model)
+        self._watch, self._watch_lock = Watch(self.model), threading.Lock()
+        self._fingerprints: OrderedDict[Hashable, str] = OrderedDict()
+        self._assemble()
         self._totals: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()
         self._closed = False
@@ -217,8 +214,9 @@ class Engine:
             texts: documents, as they will be rendered into prompts.
             namespace: tenant that may use them.
             context: text that prompts have in front of their first document (rendered, special tokens and all).
-                Documents encoded behind it are an exact hit as first document. Without one they are encoded behind
-                the configured primer in approximate mode, and alone in exact mode.
+                Documents encoded behind it are an exact hit as first document. Without one, in approximate mode,
+                the documents of a call are encoded one behind another (see `EngineConfig.pack_tokens`), so give many
+                at once; in exact mode each is encoded alone.
             show_progress: draw a progress bar.
 
         Raises:
@@ -226,17 +224,23 @@ class Engine:
         """
         started = time.perf_counter()
         scope = self._scope(namespace)
-        documents = [texts] if isinstance(texts, str) else list(texts)
+        documents = _as_list(texts)
         if self.config.reuse == "off":
             raise ConfigError("reuse is 'off', so warming has no effect; use reuse='exact' or 'approximate'")
-        # Exact mode can only use what was encoded behind the prompt's own beginning.
-        primer = self.config.primer if not context and self.config.reuse == "approximate" else ""
-        encoded = [self._encoder.encode_after(context or primer, text) for text in documents]
-        longest = max((split for _, split in encoded), default=0)
-        if longest + ANCHOR_TOKENS > self._window_tokens:
-            raise ContextOverflowError(longest, self._window_tokens, extra=" (the context of warm, without a document)")
-        return self._keeper.warm_all(
-            scope, encoded, running=self._running, stored=not primer, show_progress=show_progress, started=started
+        encoded = [self._encoder.encode_after(context, text) for text in documents]
+        # Tokens that merge over the border belong to the document, so the shortest context is everybody's.
+        shortest = min(encoded or [self._encoder.encode_after(context, "")], key=lambda pair: pair[1])
+        before = shortest[0][: shortest[1]]
+        if len(before) + ANCHOR_TOKENS > self._window_tokens:
+            raise ContextOverflowError(len(before), self._window_tokens, extra=" (the context, without a document)")
+        return self._warmer.warm(
+            scope,
+            before,
+            [ids[len(before) :] for ids, _ in encoded],
+            named=bool(context),
+            running=self._running,
+            show_progress=show_progress,
+            started=started,
         )
 
     def forget(self, texts: str | Sequence[str], *, namespace: str | None = None) -> int:
@@ -245,8 +249,7 @@ class Engine:
         Chunks of other documents that share only a passage with it stay.
         """
         scope = self._scope(namespace)
-        documents = [texts] if isinstance(texts, str) else list(texts)
-        encoded = [self._encoder.encode_text(text) for text in documents]
+        encoded = [self._encoder.encode_text(text) for text in _as_list(texts)]
         found = chunks_holding(self._library.headers(scope), encoded)
         return self._library.delete(found)
 
@@ -325,13 +328,30 @@ class Engine:
         name = self.config.namespace if namespace is None else check_namespace(namespace)
         return Scope(self._current_fingerprint(), name)
 
+    def _assemble(self) -> None:
+        """Inspect and check the model, and build everything that depends on its structure."""
+        self._structure, state = self._watch.look()
+        with self._lock:
+            parts = assemble(self.model, self.tokenizer, self.config)
+        self._fingerprints[state] = self.fingerprint = parts.fingerprint
+        self.checked, self.calibration = parts.checked, parts.calibration
+        self._window_tokens = parts.window_tokens
+        self._encoder, self._library = parts.encoder, parts.library
+        self._warmer, self._serving = parts.warmer, parts.serving
+
     def _current_fingerprint(self) -> str:
-        version = weights_version(self.model)
-        if version != self._weights:
-            # Weights or adapters changed under us: nothing stored belongs to this model any more.
-            self._weights, self.fingerprint = version, fingerprint(self.model, self.tokenizer)
-            self._library.clear()
-        return self.fingerprint
+        """Fingerprint of the model as it is now: what was stored under another stays out of reach."""
+        with self._watch_lock:
+            structure, state = self._watch.look()
+            if structure != self._structure:
+                self._library.clear()
+                self._assemble()
+            elif state not in self._fingerprints:
+                self._fingerprints[state] = fingerprint(self.model, self.tokenizer)
+                if len(self._fingerprints) > REMEMBERED:
+                    self._fingerprints.popitem(last=False)
+            self.fingerprint = self._fingerprints[state]
+            return self.fingerprint
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -368,6 +388,10 @@ class Engine:
                 self._totals[name] += getattr(usage, name)
             if fallback_reason is not None:
                 self._fallbacks[fallback_reason.split(":")[0]] += 1
+
+
+def _as_list(texts: str | Sequence[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts)
 
 
 def _ignore(text: str, ids: tuple[int, ...]) -> None:

@@ -13,12 +13,13 @@ from .config import ANCHOR_TOKENS
 
 
 def chunks_holding(headers: Iterable[ChunkHeader], documents: Sequence[IntArray]) -> list[str]:
-    """Keys of chunks that hold one of ``documents``.
+    """Keys of chunks that hold one of ``documents``, or whose KV was computed behind one.
 
-    A chunk seen inside a prompt goes if it, or what it is known to have been computed behind, shares any run of 16
-    tokens with a document: its KV and its history have seen the document, and it is cheap to make again. A warmed
-    chunk goes if the document covers at least half of it, so that documents with a common heading do not take each
-    other down. Documents shorter than 16 tokens are matched as a whole.
+    KV has seen what stood in front of it, so a chunk goes with the documents in its history. A chunk seen inside a
+    prompt goes if it or its history shares any run of 16 tokens with a document: it is cheap to make again. A warmed
+    chunk goes if a document covers at least half of it, or if at least half of a document stands in its history, so
+    that documents with a common heading do not take each other down. Documents shorter than 16 tokens are matched as a
+    whole.
     """
     wanted = _Wanted(documents)
     return [header.key for header in headers if wanted.held_by(header)]
@@ -28,26 +29,39 @@ class _Wanted:
     """The documents, cut into windows for a fast search."""
 
     def __init__(self, documents: Sequence[IntArray]) -> None:
-        self._windows = {window.tobytes() for document in documents for window in _windows(document)}
+        self._owners: dict[bytes, set[int]] = {}  # window -> documents that hold it
+        for number, document in enumerate(documents):
+            for window in _windows(document):
+                self._owners.setdefault(window.tobytes(), set()).add(number)
         hashes = [window_hashes(document) for document in documents]
         self._hashes = np.unique(np.concatenate(hashes)) if hashes else np.empty(0, np.int32)
+        self._sizes = [max(1, len(document) - ANCHOR_TOKENS + 1) for document in documents]
         self._short = [document for document in documents if 0 < len(document) < ANCHOR_TOKENS]
 
     def held_by(self, header: ChunkHeader) -> bool:
-        ids = header.tokens
+        history = header.tokens[:0] if header.history is None else header.history
         if header.origin == "prompt":
-            if header.history is not None:
-                ids = np.concatenate([header.history, ids])
+            ids = np.concatenate([history, header.tokens])
             return len(self._found(ids)) > 0 or self._holds_short(ids)
-        covered = np.zeros(len(ids), bool)
-        for at in self._found(ids):
+        covered = np.zeros(len(header), bool)
+        for at in self._found(header.tokens):
             covered[at : at + ANCHOR_TOKENS] = True
-        return 2 * int(covered.sum()) >= len(ids) or self._holds_short(ids)
+        mostly = 2 * int(covered.sum()) >= len(header)
+        return mostly or self._holds_short(header.tokens) or self._in_front(history)
+
+    def _in_front(self, history: IntArray) -> bool:
+        seen: dict[int, set[bytes]] = {}
+        for at in self._found(history):
+            window = history[at : at + ANCHOR_TOKENS].tobytes()
+            for number in self._owners[window]:
+                seen.setdefault(number, set()).add(window)
+        half = any(2 * len(windows) >= self._sizes[number] for number, windows in seen.items())
+        return half or self._holds_short(history)
 
     def _found(self, ids: IntArray) -> list[int]:
         """Where a window of a document begins."""
         likely = np.flatnonzero(np.isin(window_hashes(ids), self._hashes)).tolist()
-        return [at for at in likely if ids[at : at + ANCHOR_TOKENS].tobytes() in self._windows]
+        return [at for at in likely if ids[at : at + ANCHOR_TOKENS].tobytes() in self._owners]
 
     def _holds_short(self, ids: IntArray) -> bool:
         return any((_windows(ids, len(part)) == part).all(axis=1).any() for part in self._short)

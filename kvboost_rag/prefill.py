@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .chunks import IntArray
+from .chunks import IntArray, as_ids
 from .hf import cache_over
 from .kv import KVRun, RequestKV
 from .passes import AttentionProbe
@@ -74,6 +74,35 @@ class Executor:
             cancelled: asked at every layer, also while decoding later on; true raises `Cancelled`.
         """
         return _Request(self.runner, self.rope, ids, plan, recipe).run(chunks, room, cancelled)
+
+    def grow(self, capacity: int) -> Growing:
+        """An empty sequence with room for ``capacity`` tokens."""
+        return Growing(self.runner, capacity)
+
+
+class Growing:
+    """A sequence computed piece by piece, each behind all pieces before it, as one full prefill would.
+
+    Attributes:
+        kv: keys and values of everything so far.
+        ids: everything so far, int32 ``(n,)``.
+    """
+
+    def __init__(self, runner: ModelRunner, capacity: int) -> None:
+        self._runner = runner
+        self.kv = runner.new_kv(0, capacity)
+        self.ids: IntArray = as_ids([])
+        self._cache = cache_over(self.kv)
+
+    def extend(self, ids: IntArray) -> int:
+        """Compute ``ids`` behind the sequence; returns the position of the first of them."""
+        start, device = len(self.ids), self._runner.spec.device
+        self.ids = as_ids(np.concatenate([self.ids, ids]))
+        self.kv.reserve(len(self.ids))
+        self.kv.lengths = [len(self.ids)] * len(self.kv.lengths)
+        positions = torch.arange(start, len(self.ids), device=device)
+        self._runner.run(self.kv, self._cache, torch.from_numpy(ids.astype(np.int64)).to(device), positions)
+        return start
 
 
 class _Request:

@@ -17,6 +17,7 @@ from .config import EngineConfig, Reuse, SamplingParams
 from .costs import CostModel
 from .decode import Answer
 from .hf import generation_settings
+from .keeping import Keeper
 from .kv import Cancelled
 from .library import Library
 from .planner import Plan, make_plan, without_approximate
@@ -24,7 +25,6 @@ from .prefill import Executed, Executor
 from .repair import Recipe
 from .runner import ModelRunner
 from .stats import FinishReason, Generation, Timing, Usage
-from .warming import Keeper
 
 REPLANS = 3  # chunks may be evicted between lookup and pin; after so many tries the prompt is simply computed
 

@@ -1,119 +1,87 @@
-"""Keeping KV: documents that the user warms, and new text first seen inside a prompt."""
+"""Computing the KV of documents before they are asked for.
+
+KV of a document depends on what stood in front of it. Documents of one call are encoded one behind another, in packs:
+that costs little more than encoding each alone, and their KV has then seen neighbours of its own kind, as it will in a
+prompt, which halves what repair has to mend (docs/accuracy.md).
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from tqdm.auto import tqdm
 
-from .chunking import BreakFinder, Tiles, cuts, prompt_cuts
-from .chunks import ChunkHeader, IntArray, Origin, Scope, as_ids
+from .chunking import Tiles
+from .chunks import IntArray, Scope, as_ids
 from .config import ANCHOR_TOKENS, EngineConfig
-from .kv import KVRun, RequestKV
-from .library import Library
-from .planner import Plan, Segment, make_plan
+from .keeping import Keeper, Stored, header_of
+from .kv import RequestKV
+from .planner import make_plan
 from .prefill import Executor
 from .repair import Recipe
 from .stats import WarmReport
 
-CONTEXT_KEY = "context"
 Outcome = Literal["computed", "warm", "short", "rejected"]
 
 
-@dataclass(frozen=True, slots=True)
-class Warmed:
-    """What became of one document."""
-
-    outcome: Outcome
-    chunks: int = 0
-    tokens: int = 0
-    stored_bytes: int = 0
+Running = Callable[[], AbstractContextManager[None]]
 
 
-class Keeper:
-    """Decides what is stored, cuts it, and stores it.
+class Warmer:
+    """Encodes documents and stores them.
 
     Args:
-        executor: encodes documents.
-        library: takes the chunks.
-        breaks: finds sentence and paragraph ends.
-        config: strategy and limits.
-        token_bytes: bytes of KV per token.
+        executor: runs the model.
+        keeper: cuts and stores.
+        config: chunking and packing.
+        separator: ids between two documents of a pack.
         window_tokens: most tokens one pass may hold.
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        library: Library,
-        breaks: BreakFinder | None,
-        config: EngineConfig,
-        *,
-        token_bytes: int,
-        window_tokens: int,
+        self, executor: Executor, keeper: Keeper, config: EngineConfig, *, separator: IntArray, window_tokens: int
     ) -> None:
-        self._executor, self._library, self._breaks, self._config = executor, library, breaks, config
-        self._token_bytes, self._window = token_bytes, window_tokens
-        self._primed: tuple[str, KVRun] | None = None  # the primer's KV, by the key it would be stored under
+        self._executor, self._keeper, self._config = executor, keeper, config
+        self._separator, self._window = separator, window_tokens
 
-    def lead_in(self, scope: Scope, ids: IntArray, *, stored: bool) -> KVRun:
-        """KV of what documents are encoded behind, computed once.
-
-        Args:
-            scope: of the documents.
-            ids: the lead-in, at least one token.
-            stored: whether prompts may hit it: yes for a preamble that the user named, no for the primer.
-        """
-        # The primer is the same for every tenant, so its KV is too.
-        owner = scope if stored else Scope(scope.fingerprint, "")
-        header = ChunkHeader.of(owner, ids, base=0, history=ids[:0], origin="warm")
-        if self._primed is not None and self._primed[0] == header.key:
-            return self._primed[1]
-        with self._library.pin([header.key] if stored else []) as found:
-            if found:
-                return found[header.key]
-        done = self._executor.run(ids, make_plan(len(ids), ()), {}, Recipe())
-        run = done.kv.take(0, len(ids))
-        if stored:
-            self._library.keep(header, run.nbytes, lambda: run)
-        else:
-            self._primed = (header.key, run)
-        return run
-
-    def warm_all(
+    def warm(
         self,
         scope: Scope,
-        documents: Sequence[tuple[IntArray, int]],
+        context: IntArray,
+        documents: Sequence[IntArray],
         *,
-        running: Callable[[], AbstractContextManager[None]],
-        stored: bool,
+        named: bool,
+        running: Running,
         show_progress: bool,
         started: float,
     ) -> WarmReport:
-        """Encode and store documents one after the other.
+        """Encode and store documents.
 
         Args:
             scope: whose they are.
-            documents: ids of lead-in and document, and how many are the lead-in's.
+            context: ids in front of every document.
+            documents: ids of each.
+            named: whether the user named the context; then documents stand right behind it, and it is stored too.
             running: held while the model runs, so that requests get their turn between two documents.
-            stored: whether the lead-in itself is stored.
             show_progress: draw a progress bar.
-            started: when the call began.
+            started: when the call began, `time.perf_counter`.
         """
         totals: Counter[str] = Counter()
-        for ids, split in tqdm(documents, desc="warming", unit="doc", disable=not show_progress):
-            before, document = ids[:split], ids[split:]
-            with running():
-                kv = self.lead_in(scope, before, stored=stored) if len(before) else None
-                done = self.warm(scope, document, before, kv)
-            totals[done.outcome] += 1
-            totals.update(chunks=done.chunks, tokens=done.tokens, stored_bytes=done.stored_bytes)
+        if named and len(context):
+            self._store_context(scope, context, running)
+        # Exact mode can only use what was encoded behind a prompt's own beginning.
+        packed = not named and self._config.reuse == "approximate"
+        with tqdm(total=len(documents), desc="warming", unit="doc", disable=not show_progress) as bar:
+            for pack in self._packs(documents) if packed else [[ids] for ids in documents]:
+                for outcome, stored in self._pack(scope, context, pack, packed, running):
+                    totals[outcome] += 1
+                    totals.update(chunks=stored.chunks, tokens=stored.tokens, stored_bytes=stored.stored_bytes)
+                    bar.update()
         return WarmReport(
             documents=len(documents),
             computed=totals["computed"],
@@ -126,43 +94,88 @@ class Keeper:
             seconds=time.perf_counter() - started,
         )
 
-    def warm(self, scope: Scope, ids: IntArray, context: IntArray, context_kv: KVRun | None) -> Warmed:
-        """Encode one document behind ``context`` and store it, cut by the configured strategy."""
-        if len(ids) < ANCHOR_TOKENS:
-            return Warmed("short")
-        room = self._window - len(context)
-        tiles = cuts(
-            ids,
-            strategy=self._config.chunking,
-            chunk_tokens=self._config.chunk_tokens,
-            breaks=self._breaks,
-            max_tokens=max(room - self._config.sink_tokens - self._config.overlap_tokens, ANCHOR_TOKENS),
-        )
+    def _packs(self, documents: Sequence[IntArray]) -> Iterator[list[IntArray]]:
+        """Neighbours to encode one behind another, in packs of about equal size."""
+        limit = min(self._config.pack_tokens, self._window // 2)
         separate = self._config.sink_tokens + self._config.overlap_tokens > 0
-        blocks = [[tile] for tile in tiles] if separate else _blocks(tiles, room)
-        total = Warmed("warm")
-        for block in blocks:
-            total = _add(total, self._warm_block(scope, ids, block, context, context_kv))
-        return total
+        # A document longer than half a pack has context enough of its own.
+        fits = [not separate and 2 * len(ids) <= limit for ids in documents]
+        left = sum(len(ids) for ids, fit in zip(documents, fits, strict=True) if fit)
+        count = max(1, round(left / limit)) if limit else 1
+        pack: list[IntArray] = []
+        for ids, fit in zip(documents, fits, strict=True):
+            if not fit:
+                yield [ids]
+                continue
+            pack.append(ids)
+            filled = sum(map(len, pack))
+            if filled * count >= left:
+                yield pack
+                pack, left, count = [], left - filled, max(count - 1, 1)
 
-    def _warm_block(
-        self, scope: Scope, ids: IntArray, tiles: Tiles, context: IntArray, context_kv: KVRun | None
-    ) -> Warmed:
-        first = tiles[0][0]
-        lead = np.concatenate([context, self._prefix(ids, first)]).astype(np.int32)
-        sequence = as_ids(np.concatenate([lead, ids[first : tiles[-1][1]]]))
+    def _pack(
+        self, scope: Scope, context: IntArray, documents: Sequence[IntArray], packed: bool, running: Running
+    ) -> Iterator[tuple[Outcome, Stored]]:
+        todo = []
+        for ids in documents:
+            if len(ids) < ANCHOR_TOKENS:
+                yield "short", Stored()
+            elif packed and self._known(scope, ids):
+                yield "warm", Stored()
+            else:
+                todo.append(ids)
+        if len(todo) < 2:
+            for ids in todo:
+                yield self._alone(scope, context, ids, running)
+            return
+        growing = self._executor.grow(len(context) + sum(len(ids) + len(self._separator) for ids in (*todo, todo[0])))
+        with running():
+            growing.extend(np.concatenate([context, todo[0]]))
+        # The first of a pack has seen no neighbour, so it is encoded again behind the last, and only then stored.
+        for ids in (*todo[1:], todo[0]):
+            if self._known(scope, ids):
+                yield "warm", Stored()
+                continue
+            with running():
+                start = growing.extend(np.concatenate([self._separator, ids])) + len(self._separator)
+                tiles = self._keeper.document_tiles(ids, self._window)
+                headers = [header_of(scope, growing.ids, start + a, start + b, "warm") for a, b in tiles]
+                stored = self._keeper.store(headers, growing.kv)
+            yield ("computed" if stored.chunks else "rejected"), stored
+
+    def _alone(self, scope: Scope, context: IntArray, ids: IntArray, running: Running) -> tuple[Outcome, Stored]:
+        """Encode one document right behind the context, in as many pieces as the window or the strategy asks for."""
+        extra = self._config.sink_tokens + self._config.overlap_tokens
+        tiles = self._keeper.document_tiles(ids, max(self._window - len(context) - extra, ANCHOR_TOKENS))
+        blocks = [[tile] for tile in tiles] if extra else _blocks(tiles, self._window - len(context))
+        outcomes = [self._block(scope, context, ids, block, running) for block in blocks]
+        total = Stored(*(sum(getattr(s, name) for _, s in outcomes) for name in ("chunks", "tokens", "stored_bytes")))
+        kinds = {outcome for outcome, _ in outcomes}
+        return next(kind for kind in ("computed", "rejected", "warm") if kind in kinds), total
+
+    def _block(
+        self, scope: Scope, context: IntArray, ids: IntArray, tiles: Tiles, running: Running
+    ) -> tuple[Outcome, Stored]:
+        first, end = tiles[0][0], tiles[-1][1]
+        lead = np.concatenate([context, self._prefix(ids, first)])
+        sequence = as_ids(np.concatenate([lead, ids[first:end]]))
         shift = len(lead) - first
-        headers = [_header(scope, sequence, a + shift, b + shift, "warm") for a, b in tiles]
-        missing = [h for h in headers if not self._library.has(h)]
+        headers = [header_of(scope, sequence, a + shift, b + shift, "warm") for a, b in tiles]
+        missing = [header for header in headers if not self._keeper.library.has(header)]
         if not missing:
-            return Warmed("warm")
-        segments = []
-        if context_kv is not None and len(context):
-            segments.append(Segment("exact", 0, len(context), CONTEXT_KEY))
-        segments.append(Segment("compute", len(context) if segments else 0, len(sequence)))
-        plan = Plan(len(sequence), tuple(segments))
-        done = self._executor.run(sequence, plan, {} if context_kv is None else {CONTEXT_KEY: context_kv}, Recipe())
-        return self._store(missing, done.kv)
+            return "warm", Stored()
+        with running():
+            stored = self._keeper.store(missing, self._prefilled(scope, sequence))
+        return ("computed" if stored.chunks else "rejected"), stored
+
+    def _prefilled(self, scope: Scope, sequence: IntArray) -> RequestKV:
+        """KV of a sequence; what is stored of its beginning, such as the context, is not computed again."""
+        library = self._keeper.library
+        plan = make_plan(len(sequence), library.match(scope, sequence, approximate=False).exact)
+        with library.pin(plan.keys) as chunks:
+            if chunks is None:
+                plan, chunks = make_plan(len(sequence), ()), {}
+            return self._executor.run(sequence, plan, chunks, Recipe()).kv
 
     def _prefix(self, ids: IntArray, start: int) -> IntArray:
         """Tokens of the document in front of a separately encoded chunk: sink, then overlap (KVBoost)."""
@@ -170,51 +183,19 @@ class Keeper:
         overlap = ids[max(len(sink), start - self._config.overlap_tokens) : start]
         return np.concatenate([sink, overlap]).astype(np.int32) if start else ids[:0]
 
-    def keep_prompt(
-        self, scope: Scope, ids: IntArray, kv: RequestKV, *, new: Sequence[tuple[int, int]], exact_until: int
-    ) -> None:
-        """Store new text of a prompt from the forward pass that served it.
+    def _known(self, scope: Scope, ids: IntArray) -> bool:
+        """Whether the document was warmed before, behind whatever neighbours."""
+        tiles = self._keeper.document_tiles(ids, self._window)
+        found = (self._keeper.library.with_content(scope, ids[a:b]) for a, b in tiles)
+        return all(any(header.origin == "warm" for header in headers) for headers in found)
 
-        Args:
-            scope: of the prompt.
-            ids: the prompt and, if it may be continued, the answer: everything whose KV ``kv`` holds.
-            kv: the request's cache.
-            new: stretches ``(start, end)`` that no stored chunk held.
-            exact_until: KV in front of this position is what a full prefill gives.
-        """
-        sequence = as_ids(ids)
-        for start, end in new:
-            for a, b in self._prompt_tiles(sequence[start:end]):
-                exact = start + b <= exact_until
-                # Behind an approximate context KV can never serve an exact hit, and a short run no approximate one.
-                if exact or b - a >= 2 * ANCHOR_TOKENS:
-                    header = _header(scope, sequence, start + a, start + b, "prompt", exact=exact)
-                    self._store([header], kv)
-
-    def _prompt_tiles(self, ids: IntArray) -> Tiles:
-        return prompt_cuts(
-            ids,
-            strategy=self._config.chunking,
-            chunk_tokens=self._config.chunk_tokens,
-            breaks=self._breaks,
-            max_tokens=self._window,
-        )
-
-    def _store(self, headers: Sequence[ChunkHeader], kv: RequestKV) -> Warmed:
-        kept = Warmed("rejected")
-        for header in headers:
-            size = len(header) * self._token_bytes
-            start, end = header.base, header.base + len(header)
-            if self._library.keep(header, size, lambda s=start, e=end: kv.take(s, e)) == "kept":  # type: ignore[misc]
-                kept = _add(kept, Warmed("computed", 1, len(header), size))
-        return kept
-
-
-def _header(
-    scope: Scope, sequence: IntArray, start: int, end: int, origin: Origin, *, exact: bool = True
-) -> ChunkHeader:
-    history = sequence[:start] if exact else None
-    return ChunkHeader.of(scope, sequence[start:end], base=start, history=history, origin=origin)
+    def _store_context(self, scope: Scope, context: IntArray, running: Running) -> None:
+        header = header_of(scope, as_ids(context), 0, len(context), "warm")
+        if not self._keeper.library.has(header):
+            with running():
+                growing = self._executor.grow(len(context))
+                growing.extend(context)
+                self._keeper.store([header], growing.kv)
 
 
 def _blocks(tiles: Tiles, room: int) -> list[Tiles]:
@@ -226,9 +207,3 @@ def _blocks(tiles: Tiles, room: int) -> list[Tiles]:
         else:
             blocks.append([tile])
     return blocks
-
-
-def _add(a: Warmed, b: Warmed) -> Warmed:
-    rank = ("warm", "rejected", "computed")
-    outcome = max(a.outcome, b.outcome, key=rank.index)
-    return Warmed(outcome, a.chunks + b.chunks, a.tokens + b.tokens, a.stored_bytes + b.stored_bytes)

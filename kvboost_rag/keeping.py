@@ -1,0 +1,103 @@
+"""Putting computed KV into the library: cut, named, copied. Also: what of a served prompt is worth keeping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .chunking import BreakFinder, Tiles, cuts, prompt_cuts
+from .chunks import ChunkHeader, IntArray, Origin, Scope, as_ids
+from .config import ANCHOR_TOKENS, EngineConfig
+from .kv import RequestKV
+from .library import Library
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a call to `Keeper.store` added."""
+
+    chunks: int = 0
+    tokens: int = 0
+    stored_bytes: int = 0
+
+
+class Keeper:
+    """Cuts runs and stores them.
+
+    Args:
+        library: takes the chunks.
+        breaks: finds sentence and paragraph ends.
+        config: chunking.
+        token_bytes: bytes of KV per token.
+        window_tokens: most tokens one pass may hold.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        breaks: BreakFinder | None,
+        config: EngineConfig,
+        *,
+        token_bytes: int,
+        window_tokens: int,
+    ) -> None:
+        self.library = library
+        self._breaks, self._config = breaks, config
+        self._token_bytes, self._window = token_bytes, window_tokens
+
+    def document_tiles(self, ids: IntArray, max_tokens: int) -> Tiles:
+        """Where a document is cut."""
+        return cuts(
+            ids,
+            strategy=self._config.chunking,
+            chunk_tokens=self._config.chunk_tokens,
+            breaks=self._breaks,
+            max_tokens=max_tokens,
+        )
+
+    def store(self, headers: Sequence[ChunkHeader], kv: RequestKV) -> Stored:
+        """Copy chunks out of a request's cache, as far as the budget lets them in."""
+        chunks = tokens = stored_bytes = 0
+        for header in headers:
+            size = len(header) * self._token_bytes
+            start, end = header.base, header.base + len(header)
+            if self.library.keep(header, size, lambda s=start, e=end: kv.take(s, e)) == "kept":  # type: ignore[misc]
+                chunks, tokens, stored_bytes = chunks + 1, tokens + len(header), stored_bytes + size
+        return Stored(chunks, tokens, stored_bytes)
+
+    def keep_prompt(
+        self, scope: Scope, ids: IntArray, kv: RequestKV, *, new: Sequence[tuple[int, int]], exact_until: int
+    ) -> None:
+        """Store new text of a prompt from the forward pass that served it.
+
+        Args:
+            scope: of the prompt.
+            ids: the prompt and, if it may be continued, the answer: everything whose KV ``kv`` holds.
+            kv: the request's cache.
+            new: stretches ``(start, end)`` that no stored chunk held.
+            exact_until: KV in front of this position is what a full prefill gives.
+        """
+        sequence = as_ids(ids)
+        for start, end in new:
+            for a, b in self._prompt_tiles(sequence[start:end]):
+                exact = start + b <= exact_until
+                # Behind an approximate context KV can never serve an exact hit, and a short run no approximate one.
+                if exact or b - a >= 2 * ANCHOR_TOKENS:
+                    self.store([header_of(scope, sequence, start + a, start + b, "prompt", exact=exact)], kv)
+
+    def _prompt_tiles(self, ids: IntArray) -> Tiles:
+        return prompt_cuts(
+            ids,
+            strategy=self._config.chunking,
+            chunk_tokens=self._config.chunk_tokens,
+            breaks=self._breaks,
+            max_tokens=self._window,
+        )
+
+
+def header_of(
+    scope: Scope, sequence: IntArray, start: int, end: int, origin: Origin, *, exact: bool = True
+) -> ChunkHeader:
+    """Header of ``sequence[start:end]``; if ``exact``, computed behind ``sequence[:start]``."""
+    history = sequence[:start] if exact else None
+    return ChunkHeader.of(scope, sequence[start:end], base=start, history=history, origin=origin)
