@@ -14,7 +14,6 @@ import pytest
 import kvboost_rag
 from kvboost_rag import ConfigError, Engine, EngineClosedError, EngineConfig, SamplingParams
 from kvboost_rag.chunks import ChunkHeader
-from kvboost_rag.config import PRIMER
 from tests.tiny import LIMIT, Forwards, engine_of, new_model, off_by, prompt_of, text
 
 DOCUMENTS = [text(seed, 25) for seed in (100, 101, 102, 103)]
@@ -135,43 +134,70 @@ def test_a_bad_document_leaves_nothing_of_the_call_behind() -> None:
     assert engine.stats().chunks == 0
 
 
-# ---- primer ----------------------------------------------------------------------------------------------------------
+# ---- packs -----------------------------------------------------------------------------------------------------------
 
 
-def test_documents_without_a_context_are_encoded_behind_the_primer() -> None:
-    primed, alone = engine_of(primer="Some sentence before.\n\n"), engine_of(primer="")
-    for engine in (primed, alone):
-        engine.warm(DOCUMENTS[0])
-    (behind,), (bare,) = _headers(primed), _headers(alone)
-    assert behind.history is not None
-    assert primed.tokenizer.decode(behind.history) in "Some sentence before.\n\n"
-    assert behind.base == len(behind.history) > 0
-    assert bare.base == 0
-    assert behind.key != bare.key
-
-
-def test_the_primer_is_no_part_of_a_prompt_and_takes_no_room() -> None:
-    engine = engine_of(primer="Some sentence before, long enough to be an anchor of its own.\n\n")
-    engine.warm(DOCUMENTS[:2])
-    assert engine.stats().chunks == 2
-    found = engine.prefill(engine.config.primer + "What?", store=False)
-    assert found.usage.exact_tokens == found.usage.approximate_tokens == 0
-
-
-def test_exact_mode_and_a_context_leave_the_primer_out() -> None:
-    exact = engine_of(primer="Some sentence before.\n\n", reuse="exact")
-    exact.warm(DOCUMENTS[0])
-    assert [header.base for header in _headers(exact)] == [0]
-    engine = engine_of(primer="Some sentence before.\n\n")
-    engine.warm(DOCUMENTS[0], context="Read this.\n\n")
-    assert exact.tokenizer.decode(_headers(engine)[-1].history) == "Read this.\n\n"
-
-
-def test_the_default_primer_works_with_an_ordinary_window() -> None:
-    engine = engine_of(new_model("llama", max_position_embeddings=2048), primer=PRIMER)
+def test_documents_of_one_call_are_encoded_one_behind_another() -> None:
+    engine = engine_of(pack_tokens=4096)
     report = engine.warm(DOCUMENTS)
-    assert report.computed == len(DOCUMENTS)
-    assert engine.prefill(prompt_of(DOCUMENTS)).usage.approximate_tokens > 100
+    assert (report.computed, report.chunks) == (len(DOCUMENTS), len(DOCUMENTS))
+    behind = {
+        engine.tokenizer.decode(header.tokens): engine.tokenizer.decode(header.history) for header in _headers(engine)
+    }
+    for number, document in enumerate(DOCUMENTS):
+        neighbours = DOCUMENTS[:number] or DOCUMENTS  # the first is encoded again behind the last
+        assert all(neighbour in behind[document] for neighbour in neighbours)
+
+
+def test_a_pack_costs_its_documents_and_the_first_once_more() -> None:
+    engine = engine_of(pack_tokens=4096)
+    lengths = [len(_ids(engine, document)) for document in DOCUMENTS]
+    with Forwards(engine.model) as forwards:
+        engine.warm(DOCUMENTS)
+    separators = len(DOCUMENTS) * len(_ids(engine, "\n\n"))
+    assert sum(forwards.rows) == sum(lengths) + lengths[0] + separators
+
+
+def test_chunks_of_a_pack_hold_what_a_full_prefill_of_the_pack_gives() -> None:
+    engine = engine_of(pack_tokens=4096)
+    engine.warm(DOCUMENTS)
+    last = max(_headers(engine), key=lambda header: header.base)
+    sequence = [*last.history.tolist(), *last.tokens.tolist()]
+    whole = engine.prefill(sequence, reuse="off", store=False)
+    keys = whole.cache.layers[-1].keys[0][:, last.base :]
+    with engine._library.pin([last.key]) as found:
+        assert found is not None
+        assert float((found[last.key].keys[-1] - keys).abs().max()) < LIMIT
+
+
+def test_packs_are_cut_at_the_budget_and_a_known_document_is_not_computed_again() -> None:
+    engine = engine_of(pack_tokens=200)
+    engine.warm(DOCUMENTS)
+    assert max(len(header.history) for header in _headers(engine)) < 300
+    assert engine.warm(DOCUMENTS[::-1]).already_warm == len(DOCUMENTS)
+    assert engine.warm([DOCUMENTS[1], DOCUMENTS[1]]).already_warm == 2
+    again = engine_of(pack_tokens=4096).warm([DOCUMENTS[0], DOCUMENTS[0], DOCUMENTS[1]])
+    assert (again.computed, again.already_warm) == (2, 1)
+
+
+def test_one_document_a_context_and_exact_mode_know_no_packs() -> None:
+    alone = engine_of(pack_tokens=4096)
+    alone.warm(DOCUMENTS[0])
+    assert [header.base for header in _headers(alone)] == [0]
+    named = engine_of(pack_tokens=4096)
+    named.warm(DOCUMENTS, context="Read this.\n\n")
+    assert {named.tokenizer.decode(h.history) for h in _headers(named) if h.base} == {"Read this.\n\n"}
+    exact = engine_of(pack_tokens=4096, reuse="exact")
+    exact.warm(DOCUMENTS)
+    assert {header.base for header in _headers(exact)} == {0}
+
+
+def test_forgetting_a_document_takes_those_computed_behind_it_along() -> None:
+    engine = engine_of(pack_tokens=4096)
+    engine.warm(DOCUMENTS)
+    seen = [header for header in _headers(engine) if DOCUMENTS[2] in engine.tokenizer.decode(header.history)]
+    assert engine.forget(DOCUMENTS[2]) == len(seen) + 1
+    assert engine.warm(DOCUMENTS).computed == len(seen) + 1
 
 
 # ---- chunking --------------------------------------------------------------------------------------------------------

@@ -189,11 +189,11 @@ def prompt_of(documents: Sequence[str], *, preamble: str = "Read this.", questio
 def engine_of(model: Any = "llama", tokenizer: Any = "default", **config: Any) -> Engine:
     """An engine on a tiny model.
 
-    Without what a tiny model has no use for: the cost model, which would always rather compute, the primer, which
-    is longer than the window, and the calibration.
+    Without the cost model, which would always rather compute a tiny model's prompt, and with each document encoded
+    alone, so that a test knows what its keys have seen.
     """
     chosen = tokenizer_of() if tokenizer == "default" else tokenizer
-    settings = {"fallback": False, "primer": "", "calibration_dir": None, **config}
+    settings = {"fallback": False, "pack_tokens": 0, "calibration_dir": None, **config}
     return Engine(model_of(model) if isinstance(model, str) else model, chosen, EngineConfig(**settings))
 
 
