@@ -20,8 +20,8 @@ from .hf import load_pretrained
 from .kv import Cancelled
 from .repair import Recipe
 from .runner import lock_of
-from .serving import Request
-from .stats import Delta, EngineStats, Generation, Prefill, Timing, Usage, WarmReport
+from .serving import Request, cancelled
+from .stats import Delta, EngineStats, Generation, Prefill, Usage, WarmReport
 from .streaming import astream, in_thread, stream
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -370,11 +370,11 @@ class Engine:
     def _answer(self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None]) -> Generation:
         with self._running():
             if request.cancel.is_set():  # while it waited
-                return _nothing(request)
+                return cancelled(request)
             try:
                 generation, served = self._serving.answer(request, on_delta)
             except Cancelled:
-                return _nothing(request)
+                return cancelled(request)
         self._count(generation.usage, served.fallback_reason)
         return generation
 
@@ -396,14 +396,6 @@ def _as_list(texts: str | Sequence[str]) -> list[str]:
 
 def _ignore(text: str, ids: tuple[int, ...]) -> None:
     """Deltas nobody asked for."""
-
-
-def _nothing(request: Request) -> Generation:
-    """The answer of a request that was cancelled before its first token."""
-    elapsed = time.perf_counter() - request.started
-    usage = Usage(prompt_tokens=len(request.ids))
-    timing = Timing(tokenize_s=request.tokenize_s, total_s=elapsed)
-    return Generation(text="", token_ids=(), finish_reason="cancelled", usage=usage, timing=timing)
 
 
 __all__ = ["Engine", "Prompt"]

@@ -272,6 +272,14 @@ class Serving:
         )
 
 
+def cancelled(request: Request) -> Generation:
+    """The answer of a request that was cancelled before its first token."""
+    elapsed = time.perf_counter() - request.started
+    usage = Usage(prompt_tokens=len(request.ids))
+    timing = Timing(tokenize_s=request.tokenize_s, total_s=elapsed)
+    return Generation(text="", token_ids=(), finish_reason="cancelled", usage=usage, timing=timing)
+
+
 def _gaps(n: int, covered: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     gaps, at = [], 0
     for start, end in [*covered, (n, n)]:

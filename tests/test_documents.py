@@ -14,7 +14,7 @@ import pytest
 import kvboost_rag
 from kvboost_rag import ConfigError, Engine, EngineClosedError, EngineConfig, SamplingParams
 from kvboost_rag.chunks import ChunkHeader
-from tests.tiny import LIMIT, Forwards, engine_of, new_model, off_by, prompt_of, text
+from tests.tiny import LIMIT, Forwards, engine_of, off_by, prompt_of, text
 
 DOCUMENTS = [text(seed, 25) for seed in (100, 101, 102, 103)]
 LONG = text(200, 120)
