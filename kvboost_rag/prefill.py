@@ -161,8 +161,11 @@ class _Request:
         self.charged += rows * (1.0 if last_layer is None else (last_layer + PROJECTION_SHARE) / depth)
 
     def _leading_pass(self) -> Positions:
-        """Run a long new preamble on its own: it sees only exact KV, so once is enough. Returns what is left."""
-        if self.recipe.probe is None or not self.plan.runs:
+        """Run a long new preamble on its own: it sees only exact KV, so once is enough. Returns what is left.
+
+        A deviation probe ends so early that running the preamble twice costs less than a pass of its own.
+        """
+        if self.recipe.probe != "query" or not self.plan.runs:
             return self.new
         leading = self.new[self.new < self.plan.pure_until]
         if len(leading) <= LEADING_ROWS:
