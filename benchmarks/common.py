@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from workload import Passage
 
 from kvboost_rag import Engine, EngineConfig
 
@@ -34,6 +36,18 @@ def load_engine(model: str, dtype: str, **config: Any) -> Engine:
 def count_tokens(engine: Engine) -> Callable[[str], int]:
     """Counts a text's tokens."""
     return lambda text: len(engine.tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def ingest(engine: Engine, pool: Sequence[Passage], seed: int) -> None:
+    """Warm a whole collection once, in random order, as a user who ingests a store does.
+
+    The documents of one prompt then hardly ever were neighbours when they were encoded.
+    """
+    texts = [passage.text for passage in pool]
+    random.Random(f"ingest {seed}").shuffle(texts)
+    report = engine.warm(texts, namespace="default", show_progress=True)
+    if report.rejected:
+        raise SystemExit(f"{report.rejected} passages do not fit the store's budget")
 
 
 def cpu_seconds(work: Callable[[], T]) -> tuple[float, T]:

@@ -18,10 +18,21 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import count_tokens, default_model, divergence, load_engine, log_probs_along, machine, markdown, write
+from common import (
+    count_tokens,
+    default_model,
+    divergence,
+    ingest,
+    load_engine,
+    log_probs_along,
+    machine,
+    markdown,
+    write,
+)  # fmt: skip
 from workload import Item, Passage, items, passages
 
 from kvboost_rag import Engine, SamplingParams
@@ -40,8 +51,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.10, 0.15, 0.30])
     parser.add_argument(
-        "--encodings", nargs="+", default=["default"], choices=["default", "context", "seen"],
-        help="default: warm(texts); context: warm(texts, context=…); seen: first met inside another prompt",
+        "--encodings", nargs="+", default=["default"], choices=["default", "alone", "context", "seen"],
+        help="default: the whole collection warmed in one call; alone: each document in a call of its own; context: "
+        "behind the prompt's preamble; seen: first met inside another prompt, in another order",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="only the default recipe and the controls")
     parser.add_argument("--json", type=Path)
@@ -49,6 +61,8 @@ def main() -> None:
     args = parser.parse_args()
     engine = load_engine(args.model, args.dtype, store_prompts=False)
     pool = passages(count_tokens(engine))
+    if "default" in args.encodings:
+        ingest(engine, pool, args.seed)
     arms = dict(recipes(engine, args.budgets, quick=args.quick))
     found: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
     for number, item in enumerate(items(pool, args.prompts, docs=args.docs, seed=args.seed)):
@@ -66,8 +80,6 @@ def main() -> None:
 
 def recipes(engine: Engine, budgets: list[float], *, quick: bool) -> Iterator[tuple[str, Recipe]]:
     """Every arm by name."""
-    from dataclasses import replace
-
     base = engine.recipe
     yield "default", base
     if quick:
@@ -109,27 +121,29 @@ def measure(
     yield ("control", "no documents"), compare(engine.prefill(item.messages(passages=()), reuse="off"))
     yield ("control", "wrong documents"), compare(engine.prefill(item.messages(passages=others), reuse="off"))
     for encoding in args.encodings:
-        engine.clear()
-        store(engine, item, encoding)
+        if encoding != "default":
+            engine.clear(encoding)
+            store(engine, item, encoding)
         for name, recipe in arms.items():
             engine.recipe = recipe
-            yield (encoding, name), compare(engine.prefill(messages))
+            yield (encoding, name), compare(engine.prefill(messages, namespace=encoding))
         engine.recipe = arms["default"]
 
 
 def store(engine: Engine, item: Item, encoding: str) -> None:
-    """Make the item's documents known, by one of the ways a user has."""
+    """Make the item's documents known, by one of the other ways a user has."""
     texts = [p.text for p in item.passages]
+    if encoding == "alone":
+        for text in texts:
+            engine.warm(text, namespace=encoding)
+        return
     if encoding == "seen":
         order = list(item.passages)
         random.Random(len(texts[0])).shuffle(order)
-        engine.prefill(item.messages(passages=tuple(order)), store=True)
+        engine.prefill(item.messages(passages=tuple(order)), store=True, namespace=encoding)
         return
-    context = ""
-    if encoding == "context":
-        rendered = engine.tokenizer.apply_chat_template(item.messages(), tokenize=False, add_generation_prompt=True)
-        context = rendered[: rendered.index(texts[0])]
-    engine.warm(texts, context=context)
+    rendered = engine.tokenizer.apply_chat_template(item.messages(), tokenize=False, add_generation_prompt=True)
+    engine.warm(texts, context=rendered[: rendered.index(texts[0])], namespace=encoding)
 
 
 def summarise(found: dict[tuple[str, str], list[dict[str, float]]]) -> list[dict[str, Any]]:
