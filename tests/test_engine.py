@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -245,6 +246,40 @@ def test_fidelity_grows_with_the_budget_up_to_a_full_prefill(name: str, selector
     assert means == sorted(means, reverse=True)
     assert means[2] < 0.8 * means[0]
     assert means[3] < 1e-6
+
+
+@pytest.mark.parametrize("name", ["llama", "glm", "gemma3"])
+@pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
+def test_unrepaired_tokens_get_a_share_of_the_mean_change_of_their_run(name: str, weight: float) -> None:
+    engine = engine_of(name, selector="query", repair_ratio=0.12, floor_tokens=0, store_prompts=False)
+    engine.warm(DOCUMENTS)
+    repaired = replace(engine.recipe, offset=weight)
+    engine.recipe = replace(repaired, strategy="none")
+    stale = engine.prefill(REORDERED).cache
+    engine.recipe = repaired
+    found = engine.prefill(REORDERED)
+    rope = engine._serving._executor.rope
+    assert rope is not None
+    recomputed = 0
+    for run in found.plan.runs:
+        span = slice(run.start, run.end)
+        layer = 2  # the first layer's K and V depend on the token alone
+        changes = []
+        for part in ("keys", "values"):
+            after, before = (getattr(cache.layers[layer], part)[0, :, span] for cache in (found.cache, stale))
+            changes.append(after - before)
+        # Keys are compared before rotation.
+        cos, sin = rope.tables(layer, torch.arange(run.start, run.end))
+        changes[0] = rope.turn(layer, changes[0], cos, -sin)
+        change = torch.cat(changes, -1)
+        usual = change.median(1, keepdim=True).values
+        others = (change - usual).abs().amax((0, 2)) > 1e-4
+        recomputed += int(others.sum())
+        assert int(others.sum()) < len(others) / 2
+        # The mean of fewer than two is noise, and not used.
+        expected = weight * change[:, others].mean(1, keepdim=True) if int(others.sum()) > 1 else torch.zeros(())
+        assert float((usual - expected).abs().max()) < 1e-4
+    assert recomputed == found.usage.repaired_tokens
 
 
 def test_a_moved_document_after_an_exact_beginning() -> None:

@@ -125,6 +125,19 @@ def test_keys_of_a_moved_document_are_those_of_the_new_position(name: str) -> No
         assert float((got - want).norm() / want.norm()) < LIMIT, f"layer {layer}"
 
 
+@every_family
+def test_the_first_layer_of_a_composed_cache_is_that_of_a_full_prefill(name: str) -> None:
+    """There K and V depend on token and position alone, so a move forward or back must give them to the digit."""
+    engine = engine_of(name, repair="none", store_prompts=False, pack_tokens=256)
+    engine.warm(DOCUMENTS)
+    found = engine.prefill(REORDERED)
+    deltas = [segment.delta for segment in found.plan.segments if segment.kind == "approximate"]
+    assert min(deltas) < 0 < max(deltas)
+    keys, values = _plain_cache(name, list(found.token_ids), start=0)[0]
+    assert torch.allclose(found.cache.layers[0].keys, keys, atol=1e-4)
+    assert torch.allclose(found.cache.layers[0].values, values, atol=1e-4)
+
+
 @torch.inference_mode()
 def _plain_cache(name: str, ids: list[int], *, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of plain Hugging Face for a text alone at positions ``start``…"""
