@@ -235,31 +235,41 @@ class _MeanOffset:
     """
 
     def __init__(self, request: _Request, rows: Positions, repaired: Positions) -> None:
-        self.kv, self.rope, self.weight = request.kv, request.rope, request.recipe.offset
-        device = request.device
-        self.runs = []
-        for run in request.plan.runs:
-            mine = repaired[(repaired >= run.start) & (repaired < run.end)]
-            if len(mine) >= 2:  # the mean of fewer is noise
-                self.runs.append((run, torch.from_numpy(mine).to(device),
-                                  torch.from_numpy(np.searchsorted(rows, mine)).to(device)))  # fmt: skip
-        self.tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.all = torch.arange(request.plan.prompt_tokens)
+        self.kv, self.rope = request.kv, request.rope
+        self.everywhere = torch.arange(request.plan.prompt_tokens)
+        self.tables: dict[int, tuple[torch.Tensor, ...]] = {}
+        mine = [(run, repaired[(repaired >= run.start) & (repaired < run.end)]) for run in request.plan.runs]
+        mine = [(run, chosen) for run, chosen in mine if len(chosen) >= 2]  # the mean of fewer is noise
+        self.spans = [slice(run.start, run.end) for run, _ in mine]
+        chosen = np.concatenate([np.empty(0, np.int64), *[positions for _, positions in mine]])
+        self.slots = torch.from_numpy(chosen).to(request.device)
+        self.index = torch.from_numpy(np.searchsorted(rows, chosen)).to(request.device)
+        owner = np.repeat(np.arange(len(mine)), [len(positions) for _, positions in mine])
+        # (runs, chosen): a product with it is the weighted mean of each run.
+        mean = (owner[None] == np.arange(len(mine))[:, None]) / np.maximum(np.bincount(owner), 1)[:, None]
+        self.mean = torch.from_numpy(mean * request.recipe.offset).to(request.device, torch.float32)
 
     def __call__(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         assert self.rope is not None
+        if not self.spans:
+            return
+        cos, sin, chosen_cos, chosen_sin = self._tables(layer)
+        stale_k, stale_v = self.kv.keys[layer], self.kv.values[layer]
+        change = self.rope.turn(layer, keys[:, self.index] - stale_k[:, self.slots], chosen_cos, -chosen_sin)
+        mean_k = (self.mean @ change.float()).to(keys.dtype)
+        mean_v = (self.mean @ (values[:, self.index] - stale_v[:, self.slots]).float()).to(values.dtype)
+        for run, span in enumerate(self.spans):
+            same = mean_k[:, run : run + 1].expand(-1, span.stop - span.start, -1)
+            stale_k[:, span] += self.rope.turn(layer, same, cos[span], sin[span])
+            stale_v[:, span] += mean_v[:, run : run + 1]
+
+    def _tables(self, layer: int) -> tuple[torch.Tensor, ...]:
+        assert self.rope is not None
         group = id(self.rope.group_of[layer])
         if group not in self.tables:
-            self.tables[group] = self.rope.tables(layer, self.all)
-        cos, sin = self.tables[group]
-        for run, slots, index in self.runs:
-            span = slice(run.start, run.end)
-            stale_k, stale_v = self.kv.keys[layer], self.kv.values[layer]
-            change = self.rope.turn(layer, keys[:, index] - stale_k[:, slots], cos[slots], -sin[slots])
-            mean = change.mean(1, keepdim=True) * self.weight
-            turned = self.rope.turn(layer, mean.expand(-1, run.end - run.start, -1), cos[span], sin[span])
-            stale_k[:, span] += turned
-            stale_v[:, span] += (values[:, index] - stale_v[:, slots]).mean(1, keepdim=True) * self.weight
+            cos, sin = self.rope.tables(layer, self.everywhere)
+            self.tables[group] = (cos, sin, cos[self.slots], sin[self.slots])
+        return self.tables[group]
 
 
 def _synchronise(device: torch.device) -> None:
