@@ -33,7 +33,7 @@ from common import (
     markdown,
     write,
 )  # fmt: skip
-from workload import Item, Passage, items, passages
+from workload import Item, Passage, items, passages, sample
 
 from kvboost_rag import Engine, SamplingParams
 from kvboost_rag.repair import Recipe
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--docs", type=int, default=6)
     parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--collection", type=int, default=10_000, help="most passages to ingest and to ask about")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.10, 0.15, 0.30])
     parser.add_argument(
         "--encodings", nargs="+", default=["default"], choices=["default", "alone", "context", "seen"],
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
     engine = load_engine(args.model, args.dtype, store_prompts=False)
-    pool = passages(count_tokens(engine))
+    pool = sample(passages(count_tokens(engine)), args.collection, args.seed)
     if "default" in args.encodings:
         ingest(engine, pool, args.seed)
     arms = dict(recipes(engine, args.budgets, quick=args.quick))

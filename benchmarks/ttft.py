@@ -36,7 +36,7 @@ from common import (
     percentile,
     write,
 )  # fmt: skip
-from workload import PREAMBLES, QUESTIONS, Item, Passage, items, passages
+from workload import PREAMBLES, QUESTIONS, Item, Passage, items, passages, sample
 
 from kvboost_rag import Engine, SamplingParams
 
@@ -56,13 +56,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--docs", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--collection", type=int, default=10_000, help="most passages to ingest and to ask about")
     parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=list(SCENARIOS))
     parser.add_argument("--decode-tokens", type=int, default=48, help="0 skips the decode comparison")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
     engine = load_engine(args.model, args.dtype, store_prompts=False)
-    pool = passages(count_tokens(engine))
+    pool = sample(passages(count_tokens(engine)), args.collection, args.seed)
     ingest(engine, pool, args.seed)
     found: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
     for scenario in args.scenarios:

@@ -76,6 +76,14 @@ def passages(count_tokens: Callable[[str], int], *, low: int = 150, high: int = 
     return found
 
 
+def sample(pool: list[Passage], count: int, seed: int) -> list[Passage]:
+    """At most ``count`` passages, in the pool's order."""
+    if len(pool) <= count:
+        return pool
+    chosen = set(random.Random(f"sample {seed}").sample(range(len(pool)), count))
+    return [passage for number, passage in enumerate(pool) if number in chosen]
+
+
 def items(pool: list[Passage], count: int, *, docs: int = 6, seed: int = 0, preamble: str | None = None) -> list[Item]:
     """``count`` prompts of ``docs`` passages each; every passage of a prompt comes from another module."""
     rng = random.Random(seed)
