@@ -233,7 +233,7 @@ def test_closing_a_stream_stops_the_computation(engine: Engine) -> None:
         next(stream)
         stream.close()  # type: ignore[attr-defined]
         ran = len(forwards.rows)
-        assert ran < 100
+        assert ran < 300
         time.sleep(0.05)
         assert len(forwards.rows) == ran
     assert engine.generate(PROMPT, sampling=SHORT).finish_reason == "length"
@@ -422,7 +422,7 @@ def test_leaving_an_async_stream_stops_the_computation(engine: Engine) -> None:
                 return
 
     asyncio.run(read_one())
-    assert script.steps < 100
+    assert script.steps < 300
 
 
 @contextmanager
