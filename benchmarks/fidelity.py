@@ -38,6 +38,7 @@ from workload import Item, Passage, items, passages, sample
 from kvboost_rag import Engine, SamplingParams
 from kvboost_rag.repair import Recipe
 
+FEW = ("default", "none", "floor only", "query 10% + offset")  # arms of every encoding but the first
 COLUMNS = ("encoding", "arm", "charged", "kl_first", "kl", "fidelity", "agree", "first", "same")
 
 
@@ -126,6 +127,8 @@ def measure(
             engine.clear(encoding)
             store(engine, item, encoding)
         for name, recipe in arms.items():
+            if encoding != args.encodings[0] and name not in FEW:
+                continue
             engine.recipe = recipe
             yield (encoding, name), compare(engine.prefill(messages, namespace=encoding))
         engine.recipe = arms["default"]

@@ -35,8 +35,9 @@ class EngineConfig:
         chunking: where stored runs are cut: every `chunk_tokens` ("fixed"), at the sentence or paragraph end
             nearest to `chunk_tokens` ("semantic"), or nowhere inside a document ("document").
         chunk_tokens: target length for "fixed" and "semantic", tokens.
-        overlap_tokens: tokens of the previous chunk encoded in front of each further chunk of a document
-            and stored with it (KVBoost).
+        overlap_tokens: tokens of the previous chunk encoded in front of each further chunk of a document, and not
+            stored with it (KVBoost). With it or `sink_tokens`, chunks are encoded separately; with neither, in one pass
+            over the document.
         sink_tokens: leading tokens of the document (or of `warm(context=…)`) kept in front of each separately
             encoded chunk as attention sink, and not stored with it (KVBoost).
         pack_tokens: in approximate mode, documents warmed in one call without a context are encoded one behind another
@@ -54,7 +55,7 @@ class EngineConfig:
     reuse: Reuse = "approximate"
     repair: Repair = "cacheblend"
     selector: SelectorName = "auto"
-    repair_ratio: float = 0.10
+    repair_ratio: float = 0.08
     floor_tokens: int = 4
     window_tokens: int = 16
     chunking: Chunking = "document"
@@ -102,7 +103,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most tokens to generate, at least 1.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; then top_p, top_k, min_p and seed have nothing to choose from.
         top_p, top_k, min_p, repetition_penalty: as in Hugging Face `generate`.
         stop: strings that end the answer; never part of it.
         seed: makes sampling repeatable.

@@ -48,7 +48,7 @@ class Recipe:
 
     strategy: Literal["none", "selective", "cacheblend"] = "cacheblend"
     selector: str = "deviation"
-    ratio: float = 0.10
+    ratio: float = 0.08
     floor_tokens: int = 4
     window_tokens: int = 16
     probe_from: float = 0.25
