@@ -60,8 +60,8 @@ check: lint typecheck test ## Everything CI runs
 
 bench: $(STAMP) ## Measure fidelity and time to first token (see benchmarks/README.md)
 	@model=$$($(BIN)/python scripts/fetch_assets.py model $(if $(MODEL),--id '$(MODEL)')) && mkdir -p results && \
-	$(BIN)/python benchmarks/fidelity.py --model "$$model" --json results/fidelity.json $(ARGS) && \
-	$(BIN)/python benchmarks/ttft.py --model "$$model" --json results/ttft.json $(ARGS)
+	$(BIN)/python benchmarks/fidelity.py --model "$$model" --json results/fidelity.json --markdown results/fidelity.md $(ARGS) && \
+	$(BIN)/python benchmarks/ttft.py --model "$$model" --json results/ttft.json --markdown results/ttft.md $(ARGS)
 
 clean: ## Remove the environment and everything built
 	rm -rf $(VENV) build dist results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
