@@ -55,7 +55,8 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
         check_full_pass(runner)
     else:
         rope, checked = self_check(runner, moving=config.reuse == "approximate")
-    encoder = PromptEncoder(tokenizer, markers=config.markers)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    encoder = PromptEncoder(tokenizer, markers=config.markers, vocabulary=vocabulary)
     identity = fingerprint(model, tokenizer)
     library = Library(config.ram_budget_bytes)
     executor = Executor(runner, rope)

@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import Counter, OrderedDict
+import weakref
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 from .assembly import assemble
 from .chunks import IntArray, Scope
 from .config import ANCHOR_TOKENS, EngineConfig, Reuse, SamplingParams, check_namespace
-from .errors import ConfigError, ContextOverflowError, EngineClosedError, PromptError
+from .errors import ConfigError, ContextOverflowError, EngineClosedError
 from .fingerprints import Watch, fingerprint
 from .forgetting import chunks_holding
 from .hf import load_pretrained
@@ -21,7 +22,7 @@ from .kv import Cancelled
 from .repair import Recipe
 from .runner import lock_of
 from .serving import Request, cancelled
-from .stats import Delta, EngineStats, Generation, Prefill, Usage, WarmReport
+from .stats import Delta, EngineStats, Generation, Prefill, Totals, WarmReport
 from .streaming import astream, in_thread, stream
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -31,6 +32,16 @@ _MODES: dict[str, tuple[str, ...]] = {
     "approximate": ("off", "exact", "approximate"),
 }
 REMEMBERED = 64  # fingerprints of states the model was in: switching between adapters must not hash it every time
+
+
+class Options(TypedDict, total=False):
+    """Options of `Engine.generate`, for its streaming and async forms."""
+
+    sampling: SamplingParams | None
+    namespace: str | None
+    reuse: Reuse | None
+    tools: Sequence[Mapping[str, Any]] | None
+    store: bool | None
 
 
 class Engine:
@@ -49,15 +60,15 @@ class Engine:
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
-        self.model = model.eval()
-        self.tokenizer = tokenizer
-        self.config = config or EngineConfig()
+        self._model = model.eval()
+        self._tokenizer = tokenizer
+        self._config = config or EngineConfig()
         self._lock = lock_of(self.model)  # one request in the model at a time
         self._watch, self._watch_lock = Watch(self.model), threading.Lock()
         self._fingerprints: OrderedDict[Hashable, str] = OrderedDict()
         self._assemble()
-        self._totals: Counter[str] = Counter()
-        self._fallbacks: Counter[str] = Counter()
+        self._totals = Totals()
+        self._live: weakref.WeakSet[Request] = weakref.WeakSet()
         self._closed = False
 
     @classmethod
@@ -84,6 +95,21 @@ class Engine:
         loaded, tokenizer = load_pretrained(model, gguf_file=gguf_file, dtype=dtype, device=device, **hf_options)
         return cls(loaded, tokenizer, config)
 
+    @property
+    def model(self) -> Any:
+        """The Hugging Face model."""
+        return self._model
+
+    @property
+    def tokenizer(self) -> Any:
+        """Its tokenizer; make another engine to use another one."""
+        return self._tokenizer
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration the engine was made with."""
+        return self._config
+
     def __enter__(self) -> Engine:
         return self
 
@@ -108,12 +134,12 @@ class Engine:
         store: bool | None = None,
     ) -> Prefill:
         """Compute everything before the first answer token; the cache is the caller's."""
-        request = self._request(prompt, None, namespace, reuse, tools, store)
+        request = self._request(prompt, namespace=namespace, reuse=reuse, tools=tools, store=store)
         with self._running():
             served = self._serving.prefill(request)
             first = time.perf_counter()
             self._serving.keep(request, served)
-        self._count(served.usage(), served.fallback_reason)
+        self._totals.add(served.usage(), served.fallback_reason)
         end = time.perf_counter()
         return Prefill(
             logits=served.executed.logits,
@@ -151,51 +177,25 @@ class Engine:
             PromptError: the prompt cannot be run; ContextOverflowError if it is too long.
             ConfigError: a bad namespace or mode.
         """
-        return self._answer(self._request(prompt, sampling, namespace, reuse, tools, store), _ignore)
+        request = self._request(prompt, sampling=sampling, namespace=namespace, reuse=reuse, tools=tools, store=store)
+        return self._answer(request, _ignore)
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        sampling: SamplingParams | None = None,
-        namespace: str | None = None,
-        reuse: Reuse | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        store: bool | None = None,
-    ) -> Iterator[Delta]:
-        """Answer a prompt piece by piece; the last delta carries the `Generation`.
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Delta]:
+        """Answer a prompt piece by piece; the last delta carries the `Generation`. Options are those of `generate`.
 
         Bad input raises here, not at the first step. Closing the iterator stops the computation.
         """
-        request = self._request(prompt, sampling, namespace, reuse, tools, store)
+        request = self._request(prompt, **options)
         return stream(lambda put: self._feed(request, put), request.cancel)
 
-    async def agenerate(
-        self,
-        prompt: Prompt,
-        *,
-        sampling: SamplingParams | None = None,
-        namespace: str | None = None,
-        reuse: Reuse | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        store: bool | None = None,
-    ) -> Generation:
+    async def agenerate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """`generate` off the event loop; cancelling the task stops the computation."""
-        request = await asyncio.to_thread(self._request, prompt, sampling, namespace, reuse, tools, store)
+        request = await asyncio.to_thread(self._request, prompt, **options)
         return await in_thread(lambda: self._answer(request, _ignore), request.cancel)
 
-    async def astream(
-        self,
-        prompt: Prompt,
-        *,
-        sampling: SamplingParams | None = None,
-        namespace: str | None = None,
-        reuse: Reuse | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        store: bool | None = None,
-    ) -> AsyncIterator[Delta]:
+    async def astream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncIterator[Delta]:
         """`stream` off the event loop; leaving the iterator or cancelling the task stops the computation."""
-        request = await asyncio.to_thread(self._request, prompt, sampling, namespace, reuse, tools, store)
+        request = await asyncio.to_thread(self._request, prompt, **options)
         async with contextlib.aclosing(astream(lambda put: self._feed(request, put), request.cancel)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -246,23 +246,28 @@ class Engine:
     def forget(self, texts: str | Sequence[str], *, namespace: str | None = None) -> int:
         """Drop every chunk that holds a document, warmed or seen inside prompts; returns how many.
 
-        Chunks of other documents that share only a passage with it stay.
+        KV has seen what stood in front of it, so documents of a pack that were encoded behind a forgotten one go too.
+        Chunks of other documents that share only a passage with it stay. A request that is running now keeps nothing.
         """
         scope = self._scope(namespace)
+        self._keep_nothing_of(scope)
         encoded = [self._encoder.encode_text(text) for text in _as_list(texts)]
         found = chunks_holding(self._library.headers(scope), encoded)
         return self._library.delete(found)
 
     def clear(self, namespace: str | None = None) -> int:
-        """Drop every chunk of a namespace (the configured one by default); returns how many."""
-        return self._library.clear(self._scope(namespace))
+        """Drop every chunk of a namespace (the configured one by default); returns how many.
+
+        A request that is running now keeps nothing.
+        """
+        scope = self._scope(namespace)
+        self._keep_nothing_of(scope)
+        return self._library.clear(scope)
 
     def stats(self) -> EngineStats:
         """Totals since the engine was made."""
         store = self._library.stats()
-        return EngineStats(
-            **dict(self._totals),
-            fallbacks=dict(self._fallbacks),
+        return self._totals.snapshot(
             chunks=store.chunks,
             stored_bytes=store.stored_bytes,
             budget_bytes=store.budget_bytes,
@@ -288,11 +293,12 @@ class Engine:
     def _request(
         self,
         prompt: Prompt,
-        sampling: SamplingParams | None,
-        namespace: str | None,
-        reuse: Reuse | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        store: bool | None,
+        *,
+        sampling: SamplingParams | None = None,
+        namespace: str | None = None,
+        reuse: Reuse | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        store: bool | None = None,
     ) -> Request:
         started = time.perf_counter()
         scope = self._scope(namespace)
@@ -304,7 +310,7 @@ class Engine:
             )
         ids = self._encoder.encode(prompt, tools=tools)
         self._check_length(ids)
-        return Request(
+        request = Request(
             ids,
             scope,
             mode,
@@ -313,20 +319,27 @@ class Engine:
             started,
             time.perf_counter() - started,
         )
+        self._live.add(request)
+        return request
+
+    def _keep_nothing_of(self, scope: Scope) -> None:
+        """What runs now has seen what is being forgotten."""
+        for request in list(self._live):
+            if request.scope == scope:
+                request.store = False
 
     def _check_length(self, ids: IntArray) -> None:
         if len(ids) > self._window_tokens:
             raise ContextOverflowError(len(ids), self._window_tokens)
-        vocab = self._serving.vocab
-        if int(ids.max()) >= vocab or int(ids.min()) < 0:
-            bad = int(ids.max()) if int(ids.max()) >= vocab else int(ids.min())
-            raise PromptError(f"token id {bad} is outside of the model's vocabulary of {vocab}; use its own tokenizer")
 
     def _scope(self, namespace: str | None) -> Scope:
-        if self._closed:
-            raise EngineClosedError("the engine was closed; make a new one")
+        self._must_be_open()
         name = self.config.namespace if namespace is None else check_namespace(namespace)
         return Scope(self._current_fingerprint(), name)
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine was closed; make a new one")
 
     def _assemble(self) -> None:
         """Inspect and check the model, and build everything that depends on its structure."""
@@ -356,16 +369,12 @@ class Engine:
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         with self._lock:
-            if self._closed:
-                raise EngineClosedError("the engine was closed; make a new one")
+            self._must_be_open()
             try:
                 yield
             finally:
-                self._empty_if_closed()
-
-    def _empty_if_closed(self) -> None:
-        if self._closed:  # while the request ran, which may have kept its prompt
-            self._library.clear()
+                if self._closed:  # while the request ran, which may have kept its prompt
+                    self._library.clear()
 
     def _answer(self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None]) -> Generation:
         with self._running():
@@ -375,19 +384,11 @@ class Engine:
                 generation, served = self._serving.answer(request, on_delta)
             except Cancelled:
                 return cancelled(request)
-        self._count(generation.usage, served.fallback_reason)
+        self._totals.add(generation.usage, served.fallback_reason)
         return generation
 
     def _feed(self, request: Request, put: Callable[[Delta], None]) -> Generation:
         return self._answer(request, lambda text, ids: put(Delta(text=text, token_ids=ids)))
-
-    def _count(self, usage: Usage, fallback_reason: str | None) -> None:
-        with self._lock:
-            self._totals["requests"] += 1
-            for name in Usage.__dataclass_fields__:
-                self._totals[name] += getattr(usage, name)
-            if fallback_reason is not None:
-                self._fallbacks[fallback_reason.split(":")[0]] += 1
 
 
 def _as_list(texts: str | Sequence[str]) -> list[str]:

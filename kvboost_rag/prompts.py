@@ -37,15 +37,25 @@ class PromptEncoder:
         tokenizer: a Hugging Face fast tokenizer; None if all prompts are ids.
         markers: "text" keeps special-token text inside messages and documents as text, "refuse" raises on it.
         extra_markers: further added tokens to treat so; with "refuse" any strings.
+        vocabulary: ids that a prompt of ids may hold; those of the tokenizer by default. A model's output may be wider
+            than its tokenizer, and what it generated must be accepted as the next prompt.
 
     Raises:
         ConfigError: the tokenizer is no fast tokenizer, or an argument cannot take effect.
     """
 
-    def __init__(self, tokenizer: Any, *, markers: MarkerMode = "text", extra_markers: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        markers: MarkerMode = "text",
+        extra_markers: Iterable[str] = (),
+        vocabulary: int | None = None,
+    ) -> None:
         if markers not in get_args(MarkerMode):
             raise ConfigError(f"markers is {markers!r}; choose one of {', '.join(map(repr, get_args(MarkerMode)))}")
         self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._refuse = markers == "refuse"
         self._codec = None if tokenizer is None else Codec(tokenizer)
         self._extra = frozenset(extra_markers)
@@ -138,13 +148,13 @@ class PromptEncoder:
         return ids
 
     def _given(self, prompt: Any) -> list[int]:
-        limit = np.iinfo(np.int32).max if self._tokenizer is None else len(self._tokenizer)
+        limit = self._vocabulary or (np.iinfo(np.int32).max if self._tokenizer is None else len(self._tokenizer))
         ids = []
         for i, token in enumerate(prompt):
             if not _is_number(token) or isinstance(token, (bool, np.bool_)):
                 raise PromptError(f"prompt[{i}] is {token!r}; a prompt of token ids holds whole numbers only")
             if not 0 <= token < limit:
-                raise PromptError(f"prompt[{i}] is {token}; token ids of this tokenizer go from 0 to {limit - 1}")
+                raise PromptError(f"prompt[{i}] is {token}; token ids of this model go from 0 to {limit - 1}")
             ids.append(int(token))
         return ids
 

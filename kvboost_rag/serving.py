@@ -29,7 +29,7 @@ from .stats import FinishReason, Generation, Timing, Usage
 REPLANS = 3  # chunks may be evicted between lookup and pin; after so many tries the prompt is simply computed
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """A prompt on its way.
 
@@ -117,11 +117,6 @@ class Serving:
     ) -> None:
         self._runner, self._executor, self._library, self._keeper = runner, executor, library, keeper
         self._tokenizer, self._config, self.recipe, self.costs = tokenizer, config, recipe, costs
-
-    @property
-    def vocab(self) -> int:
-        """Token ids that the model knows."""
-        return self._runner.model.get_input_embeddings().weight.shape[0]  # type: ignore[no-any-return]
 
     def prefill(self, request: Request, *, room: int = 0) -> Served:
         """Fill a cache with the prompt."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -165,3 +167,26 @@ class EngineStats:
     pinned_bytes: int = 0
     evictions: int = 0
     rejections: int = 0
+
+
+class Totals:
+    """Sums over requests. Thread-safe, with a lock of its own: nobody waits for the model to be counted."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: Counter[str] = Counter()
+        self._fallbacks: Counter[str] = Counter()
+
+    def add(self, usage: Usage, fallback_reason: str | None) -> None:
+        """Count one request."""
+        with self._lock:
+            self._sums["requests"] += 1
+            for part in fields(Usage):
+                self._sums[part.name] += getattr(usage, part.name)
+            if fallback_reason is not None:
+                self._fallbacks[fallback_reason.split(":")[0]] += 1
+
+    def snapshot(self, **store: int) -> EngineStats:
+        """The sums so far, together with the state of the store."""
+        with self._lock:
+            return EngineStats(**self._sums, fallbacks=dict(self._fallbacks), **store)

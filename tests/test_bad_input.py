@@ -18,7 +18,7 @@ from kvboost_rag import (
     PromptError,
     SamplingParams,
 )
-from tests.tiny import LIMIT, VOCAB, WINDOW, engine_of, off_by, prompt_of, random_ids, text, tokenizer_of
+from tests.tiny import LIMIT, VOCAB, WINDOW, engine_of, new_model, off_by, prompt_of, random_ids, text, tokenizer_of
 
 DOCUMENTS = [text(seed, 25) for seed in (100, 101, 102)]
 SHORT = SamplingParams(max_tokens=3)
@@ -379,3 +379,10 @@ def test_bad_input_changes_nothing_in_the_engine() -> None:
         with pytest.raises(PromptError):
             engine.generate(bad)
     assert engine.stats() == before
+
+
+def test_ids_the_model_generated_are_accepted_even_where_the_tokenizer_is_narrower() -> None:
+    engine = engine_of(new_model("llama", vocab_size=400))
+    assert engine.generate([3, 4, 390], sampling=SamplingParams(max_tokens=2)).usage.prompt_tokens == 3
+    with pytest.raises(PromptError, match=r"400.*0 to 399"):
+        engine.generate([3, 400])

@@ -499,3 +499,15 @@ def test_every_field_of_the_configuration_is_used() -> None:
     source = "".join(p.read_text() for p in Path(kvboost_rag.__file__).parent.glob("*.py") if p.name != "config.py")
     unused = [name for name in EngineConfig.__dataclass_fields__ if f"config.{name}" not in source]
     assert unused == []
+
+
+def test_what_runs_while_its_document_is_forgotten_keeps_nothing() -> None:
+    for drop in (lambda engine, words: engine.forget(words), lambda engine, words: engine.clear()):
+        engine = engine_of()
+        prompt = prompt_of(DOCUMENTS[:1])
+        deltas = engine.stream(prompt, sampling=SamplingParams(max_tokens=8))
+        next(deltas)
+        drop(engine, DOCUMENTS[0])
+        list(deltas)
+        assert engine.stats().chunks == 0
+        assert engine.prefill(prompt).usage.exact_tokens == 0

@@ -620,7 +620,7 @@ EMPTY = "the prompt is empty; give a text, at least one message, or at least one
         ([True], r"prompt\[0\] is True"),
         ([1, 2.0], r"prompt\[1\] is 2.0"),
         ([1, "a"], r"prompt\[1\] is 'a'"),
-        ([-1], r"prompt\[0\] is -1; token ids of this tokenizer go from 0 to \d+"),
+        ([-1], r"prompt\[0\] is -1; token ids of this model go from 0 to \d+"),
         ([10**9], r"prompt\[0\] is 1000000000"),
         ([1.5], r"messages\[0\] is a float; it must be a dict with 'role' and 'content'"),
         (["hello"], r"messages\[0\] is a str"),
