@@ -59,6 +59,7 @@ def recipe_of(config: EngineConfig) -> Recipe:
         strategy=config.repair,
         selector=selector if config.selector == "auto" else config.selector,
         ratio=config.repair_ratio,
+        least_tokens=config.repair_least_tokens,
         floor_tokens=config.floor_tokens,
         window_tokens=config.window_tokens,
         offset=offset,
@@ -149,7 +150,7 @@ class Calibrator:
         folder = self._config.calibration_dir
         if folder is None:
             return None
-        return Path(folder).expanduser() / f"{fingerprint}-{base.ratio:g}-{base.floor_tokens}.json"
+        return Path(folder).expanduser() / f"{fingerprint}-{base.ratio:g}-{base.least_tokens}-{base.floor_tokens}.json"
 
 
 _SCOPE = Scope("calibration", "calibration")

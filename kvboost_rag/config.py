@@ -30,6 +30,8 @@ class EngineConfig:
         selector: how "cacheblend" chooses tokens; "auto" uses what the calibration at load found best.
         repair_ratio: share of the approximate tokens that "cacheblend" recomputes, 0..1. At 1 everything
             is recomputed, which equals a full prefill.
+        repair_least_tokens: least tokens of each moved run that "cacheblend" recomputes beyond the floor, unless
+            `repair_ratio` is 0; a share of a short passage is too little to bind what it says.
         floor_tokens: first tokens of each moved run that are always recomputed.
         window_tokens: width of the seam window of "selective".
         chunking: where stored runs are cut: every `chunk_tokens` ("fixed"), at the sentence or paragraph end
@@ -56,6 +58,7 @@ class EngineConfig:
     repair: Repair = "cacheblend"
     selector: SelectorName = "auto"
     repair_ratio: float = 0.08
+    repair_least_tokens: int = 12
     floor_tokens: int = 4
     window_tokens: int = 16
     chunking: Chunking = "document"
@@ -77,6 +80,7 @@ class EngineConfig:
         _one_of("chunking", self.chunking, Chunking)
         _one_of("markers", self.markers, Markers)
         _in_range("repair_ratio", self.repair_ratio, 0.0, 1.0)
+        _in_range("repair_least_tokens", self.repair_least_tokens, 0, 4096)
         _in_range("floor_tokens", self.floor_tokens, 0, 4096)
         _in_range("window_tokens", self.window_tokens, 1, 4096)
         _in_range("chunk_tokens", self.chunk_tokens, ANCHOR_TOKENS, 1 << 20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .planner import Plan
-from .repair import Recipe, budget_tokens
+from .repair import Recipe, budgets
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class CostModel:
         if recipe.strategy == "selective":
             picked = sum(min(recipe.window_tokens, r.end - r.start) for r in plan.runs)
         elif recipe.strategy == "cacheblend":
-            picked = budget_tokens(plan.runs, recipe.ratio)
+            picked = sum(budgets(recipe, plan.runs))
         if recipe.probe == "deviation":
             seconds += self.pass_cost(moved + fresh, n / 2, share=0.1)
         elif recipe.probe == "query":

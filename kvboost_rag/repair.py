@@ -38,6 +38,8 @@ class Recipe:
         strategy: "none", "selective" or "cacheblend".
         selector: name in `SELECTORS`, for "cacheblend".
         ratio: share of the approximate tokens to recompute beyond the floor.
+        least_tokens: least tokens of each run to recompute beyond the floor, unless ``ratio`` is 0: a share of a short
+            passage is too little to bind what it says.
         floor_tokens: first tokens of each run that are always recomputed.
         window_tokens: seam window of "selective".
         probe_from, probe_to: band of layers, as shares of the depth, whose attention counts for "query"; the probe
@@ -49,6 +51,7 @@ class Recipe:
     strategy: Literal["none", "selective", "cacheblend"] = "cacheblend"
     selector: str = "deviation"
     ratio: float = 0.08
+    least_tokens: int = 12
     floor_tokens: int = 4
     window_tokens: int = 16
     probe_from: float = 0.25
@@ -74,7 +77,7 @@ class Selector:
     """A choice rule and the probe that feeds it."""
 
     probe: ProbeKind
-    choose: Callable[[Scores, Sequence[Run], Positions, int], Positions]
+    choose: Callable[[Scores, Sequence[Run], Positions, Sequence[int]], Positions]
 
 
 def floor_positions(runs: Sequence[Run], floor_tokens: int) -> Positions:
@@ -93,9 +96,13 @@ def seam_positions(runs: Sequence[Run], window_tokens: int) -> Positions:
     return _join(parts)
 
 
-def budget_tokens(runs: Sequence[Run], ratio: float) -> int:
-    """Tokens that a ratio buys beyond the floor."""
-    return round(ratio * sum(r.end - r.start for r in runs))
+def budgets(recipe: Recipe, runs: Sequence[Run]) -> list[int]:
+    """Tokens to recompute for the sake of each run, beyond the floor."""
+    if recipe.ratio <= 0:
+        return [0] * len(runs)
+    ends = np.cumsum([0, *(r.end - r.start for r in runs)])
+    shares = np.diff(np.round(recipe.ratio * ends)).astype(int)  # rounded together: they sum to the whole budget
+    return [min(r.end - r.start, max(int(n), recipe.least_tokens)) for r, n in zip(runs, shares, strict=True)]
 
 
 def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None) -> Positions:
@@ -116,32 +123,32 @@ def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None) -> Positi
     if scores is None:
         return floor
     candidates = np.setdiff1d(_join([np.arange(r.start, r.end) for r in runs]), floor, assume_unique=True)
-    budget = min(budget_tokens(runs, recipe.ratio), len(candidates))
-    picked = SELECTORS[recipe.selector].choose(scores, runs, candidates, budget)
+    picked = SELECTORS[recipe.selector].choose(scores, runs, candidates, budgets(recipe, runs))
     return _join([floor, picked])
 
 
-def top_positions(scores: Scores, runs: Sequence[Run], candidates: Positions, budget: int) -> Positions:
+def top_positions(scores: Scores, runs: Sequence[Run], candidates: Positions, budgets: Sequence[int]) -> Positions:
     """The best-scored candidates, wherever they stand."""
-    if budget <= 0:
-        return np.empty(0, np.int64)
-    order = np.argsort(-scores[candidates], kind="stable")
-    return candidates[order[:budget]]
+    return _top(scores, candidates, sum(budgets))
 
 
-def top_with_quota(scores: Scores, runs: Sequence[Run], candidates: Positions, budget: int) -> Positions:
-    """The best-scored candidates, half of the budget shared among the runs by their length.
+def top_with_quota(scores: Scores, runs: Sequence[Run], candidates: Positions, budgets: Sequence[int]) -> Positions:
+    """The best-scored candidates, half of each run's budget spent inside that run.
 
     Deviation grows along the prompt, so a global top share alone would starve the first documents.
     """
-    total = sum(r.end - r.start for r in runs)
     picked = []
-    for run in runs:
+    for run, budget in zip(runs, budgets, strict=True):
         own = candidates[(candidates >= run.start) & (candidates < run.end)]
-        picked.append(top_positions(scores, runs, own, budget * (run.end - run.start) // (2 * total)))
+        picked.append(_top(scores, own, budget // 2))
     sure = _join(picked)
     rest = np.setdiff1d(candidates, sure, assume_unique=True)
-    return _join([sure, top_positions(scores, runs, rest, budget - len(sure))])
+    return _join([sure, _top(scores, rest, sum(budgets) - len(sure))])
+
+
+def _top(scores: Scores, candidates: Positions, count: int) -> Positions:
+    order = np.argsort(-scores[candidates], kind="stable")
+    return candidates[order[: max(count, 0)]]
 
 
 SELECTORS: Mapping[str, Selector] = {

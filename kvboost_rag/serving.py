@@ -26,6 +26,7 @@ from .repair import Recipe
 from .runner import ModelRunner
 from .stats import FinishReason, Generation, Timing, Usage
 
+WORTH = 0.7  # an approximation must be predicted to take less than this share of an exact prefill
 REPLANS = 3  # chunks may be evicted between lookup and pin; after so many tries the prompt is simply computed
 
 
@@ -210,9 +211,9 @@ class Serving:
         if self.costs is None or not self._config.fallback:
             return None
         reuse, compute = self.costs.reuse(plan, self.recipe), self.costs.compute(plan)
-        if reuse < compute:
+        if reuse < WORTH * compute:
             return None
-        return f"computing is predicted to be cheaper: {compute:.3g} s against {reuse:.3g} s with reuse"
+        return f"reuse is not worth an approximation: {reuse:.3g} s predicted, computing takes {compute:.3g} s"
 
     def _execute(self, request: Request, plan: Plan, chunks: Any, room: int) -> Executed:
         return self._executor.run(request.ids, plan, chunks, self.recipe, room=room, cancelled=request.cancel.is_set)

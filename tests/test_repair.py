@@ -15,7 +15,7 @@ from kvboost_rag.repair import (
     Recipe,
     Run,
     Scores,
-    budget_tokens,
+    budgets,
     choose,
     floor_positions,
     seam_positions,
@@ -61,11 +61,11 @@ def test_only_moved_tokens_are_chosen_each_once_in_order(
 def test_cacheblend_takes_the_floor_and_just_its_budget(
     runs: list[Run], scores: Scores, ratio: float, selector: str
 ) -> None:
-    chosen = choose(Recipe(selector=selector, ratio=ratio), runs, scores)
+    recipe = Recipe(selector=selector, ratio=ratio)
+    chosen = choose(recipe, runs, scores)
     floor = set(floor_positions(runs, 4).tolist())
     assert floor <= set(chosen.tolist())
-    total = len(_inside(runs))
-    assert len(chosen) == min(total, len(floor) + round(ratio * total))
+    assert len(chosen) == min(len(_inside(runs)), len(floor) + sum(budgets(recipe, runs)))
 
 
 @settings(max_examples=100, deadline=None)
@@ -81,7 +81,7 @@ def test_a_larger_budget_never_buys_fewer_tokens(
 @given(_runs(), SCORES, st.integers(0, 200))
 def test_top_positions_are_the_best_scored(runs: list[Run], scores: Scores, budget: int) -> None:
     candidates = np.array(sorted(_inside(runs)))
-    picked = top_positions(scores, runs, candidates, budget)
+    picked = top_positions(scores, runs, candidates, [budget, *[0] * (len(runs) - 1)])
     left = np.setdiff1d(candidates, picked)
     assert len(picked) == min(budget, len(candidates))
     if len(picked) and len(left):
@@ -92,20 +92,19 @@ def test_top_positions_are_the_best_scored(runs: list[Run], scores: Scores, budg
 @given(_runs(), SCORES, st.integers(0, 200))
 def test_a_quota_leaves_no_run_without_its_share(runs: list[Run], scores: Scores, budget: int) -> None:
     candidates = np.array(sorted(_inside(runs)))
-    picked = top_with_quota(scores, runs, candidates, min(budget, len(candidates)))
-    assert len(picked) == min(budget, len(candidates))
-    for run in runs:
-        length = run.end - run.start
-        share = min(budget, len(candidates)) * length // (2 * len(candidates))
-        assert np.count_nonzero((picked >= run.start) & (picked < run.end)) >= min(share, length)
+    shares = [min(budget, run.end - run.start) for run in runs]
+    picked = top_with_quota(scores, runs, candidates, shares)
+    assert len(picked) == sum(shares)
+    for run, share in zip(runs, shares, strict=True):
+        assert np.count_nonzero((picked >= run.start) & (picked < run.end)) >= share // 2
 
 
 def test_a_quota_also_serves_a_run_that_scores_nothing() -> None:
     runs = [Run(0, 50), Run(50, 100)]
     scores = np.where(np.arange(100) < 50, 0.0, 1.0).astype(np.float32)
-    picked = top_with_quota(scores, runs, np.arange(100), 20)
+    picked = top_with_quota(scores, runs, np.arange(100), [10, 10])
     assert np.count_nonzero(picked < 50) == 5
-    assert np.count_nonzero(top_positions(scores, runs, np.arange(100), 20) < 50) == 0
+    assert np.count_nonzero(top_positions(scores, runs, np.arange(100), [10, 10]) < 50) == 0
 
 
 def test_nothing_is_repaired_only_when_that_was_asked_for() -> None:
@@ -158,5 +157,8 @@ def test_every_selector_can_be_configured() -> None:
     assert set(SELECTORS) == set(get_args(SelectorName)) - {"auto"}
 
 
-def test_a_budget_counts_tokens_of_all_runs() -> None:
-    assert budget_tokens([Run(0, 30), Run(40, 60)], 0.1) == 5
+def test_a_budget_is_a_share_of_each_run_and_never_too_little_for_a_short_one() -> None:
+    runs = [Run(0, 300), Run(400, 430), Run(500, 506)]
+    assert budgets(Recipe(ratio=0.1, least_tokens=12), runs) == [30, 12, 6]
+    assert budgets(Recipe(ratio=0.1, least_tokens=0), runs) == [30, 3, 1]
+    assert budgets(Recipe(ratio=0.0), runs) == [0, 0, 0]
