@@ -1,7 +1,7 @@
 """Exact mode against plain Hugging Face: largest difference of logits, and the same greedy answers.
 
-Each prompt is served once and stored; then another question about the same documents is asked in exact mode and compared
-with `model(...)` and `model.generate(...)` on the same ids.
+Each prompt is served once and stored; then another question about the same documents is asked in exact mode and
+compared with `model(...)` and `model.generate(...)` on the same ids.
 
     python benchmarks/exact.py --json results/exact.json
 """

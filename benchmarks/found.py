@@ -2,8 +2,8 @@
 
     python benchmarks/found.py --json results/found.json
 
-Share of the documents' own tokens (each tokenised alone) that the index finds inside the rendered prompt. What is missing
-are tokens at a document's edge that merge with what stands beside it.
+Share of the documents' own tokens (each tokenised alone) that the index finds inside the rendered prompt. What is
+missing are tokens at a document's edge that merge with what stands beside it.
 """
 
 from __future__ import annotations
