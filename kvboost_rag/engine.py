@@ -397,6 +397,3 @@ def _as_list(texts: str | Sequence[str]) -> list[str]:
 
 def _ignore(text: str, ids: tuple[int, ...]) -> None:
     """Deltas nobody asked for."""
-
-
-__all__ = ["Engine", "Prompt"]
