@@ -216,7 +216,7 @@ class Engine:
             context: text that prompts have in front of their first document (rendered, special tokens and all).
                 Documents encoded behind it are an exact hit as first document. Without one, in approximate mode,
                 the documents of a call are encoded one behind another (see `EngineConfig.pack_tokens`), so give many
-                at once; in exact mode each is encoded alone.
+                at once: one in a call of its own costs the one before it again. In exact mode each is encoded alone.
             show_progress: draw a progress bar.
 
         Raises:
@@ -323,7 +323,8 @@ class Engine:
         return request
 
     def _keep_nothing_of(self, scope: Scope) -> None:
-        """What runs now has seen what is being forgotten."""
+        """What runs now has seen what is being forgotten, and what is warmed next must not."""
+        self._warmer.part_company(scope)
         for request in list(self._live):
             if request.scope == scope:
                 request.store = False

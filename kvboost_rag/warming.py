@@ -2,13 +2,14 @@
 
 KV of a document depends on what stood in front of it. Documents of one call are encoded one behind another, in packs:
 that costs little more than encoding each alone, and their KV has then seen neighbours of its own kind, as it will in a
-prompt, which halves what repair has to mend (docs/accuracy.md).
+prompt, which halves what repair has to mend (docs/accuracy.md). A document that comes in a call of its own is encoded
+behind the one before it, which is computed again for that.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
@@ -29,6 +30,7 @@ from .stats import WarmReport
 Outcome = Literal["computed", "warm", "short", "rejected"]
 
 
+REMEMBERED_SCOPES = 256
 Running = Callable[[], AbstractContextManager[None]]
 
 
@@ -48,6 +50,12 @@ class Warmer:
     ) -> None:
         self._executor, self._keeper, self._config = executor, keeper, config
         self._separator, self._window = separator, window_tokens
+        # Last document of each scope: company for the next one, if that comes in a call of its own.
+        self._company: OrderedDict[Scope, IntArray] = OrderedDict()
+
+    def part_company(self, scope: Scope) -> None:
+        """Encode nothing of this scope behind a document that was warmed before."""
+        self._company.pop(scope, None)
 
     def warm(
         self,
@@ -96,10 +104,8 @@ class Warmer:
 
     def _packs(self, documents: Sequence[IntArray]) -> Iterator[list[IntArray]]:
         """Neighbours to encode one behind another, in packs of about equal size."""
-        limit = min(self._config.pack_tokens, self._window // 2)
-        separate = self._config.sink_tokens + self._config.overlap_tokens > 0
-        # A document longer than half a pack has context enough of its own.
-        fits = [not separate and 2 * len(ids) <= limit for ids in documents]
+        limit = self._limit
+        fits = [self._fits(ids) for ids in documents]
         left = sum(len(ids) for ids, fit in zip(documents, fits, strict=True) if fit)
         count = max(1, round(left / limit)) if limit else 1
         pack: list[IntArray] = []
@@ -113,6 +119,22 @@ class Warmer:
                 yield pack
                 pack, left, count = [], left - filled, max(count - 1, 1)
 
+    @property
+    def _limit(self) -> int:
+        return min(self._config.pack_tokens, self._window // 2)
+
+    def _fits(self, ids: IntArray) -> bool:
+        """Whether a document is packed: one longer than half a pack has context enough of its own."""
+        separate = self._config.sink_tokens + self._config.overlap_tokens > 0
+        return not separate and 2 * len(ids) <= self._limit
+
+    def _remember(self, scope: Scope, ids: IntArray, packed: bool) -> None:
+        if packed and self._fits(ids):
+            self._company[scope] = ids
+            self._company.move_to_end(scope)
+            if len(self._company) > REMEMBERED_SCOPES:
+                self._company.popitem(last=False)
+
     def _pack(
         self, scope: Scope, context: IntArray, documents: Sequence[IntArray], packed: bool, running: Running
     ) -> Iterator[tuple[Outcome, Stored]]:
@@ -124,15 +146,19 @@ class Warmer:
                 yield "warm", Stored()
             else:
                 todo.append(ids)
-        if len(todo) < 2:
+        company = self._company.get(scope) if packed and self._fits(documents[0]) else None
+        if not todo or (len(todo) == 1 and company is None):
             for ids in todo:
                 yield self._alone(scope, context, ids, running)
+                self._remember(scope, ids, packed)
             return
-        growing = self._executor.grow(len(context) + sum(len(ids) + len(self._separator) for ids in (*todo, todo[0])))
-        with running():
-            growing.extend(np.concatenate([context, todo[0]]))
         # The first of a pack has seen no neighbour, so it is encoded again behind the last, and only then stored.
-        for ids in (*todo[1:], todo[0]):
+        first, rest = (company, todo) if len(todo) == 1 and company is not None else (todo[0], [*todo[1:], todo[0]])
+        growing = self._executor.grow(sum(len(ids) + len(self._separator) for ids in (context, first, *rest)))
+        with running():
+            growing.extend(np.concatenate([context, first]))
+        self._remember(scope, todo[-1], packed)
+        for ids in rest:
             if self._known(scope, ids):
                 yield "warm", Stored()
                 continue

@@ -192,6 +192,27 @@ def test_one_document_a_context_and_exact_mode_know_no_packs() -> None:
     assert {header.base for header in _headers(exact)} == {0}
 
 
+def test_documents_warmed_one_by_one_keep_each_other_company() -> None:
+    engine = engine_of(pack_tokens=4096)
+    for document in DOCUMENTS[:3]:
+        assert engine.warm(document).computed == 1
+        assert engine.warm(document).already_warm == 1
+    behind = [engine.tokenizer.decode(header.history) for header in _headers(engine)]
+    assert behind[0] == ""
+    assert DOCUMENTS[0] in behind[1]
+    assert DOCUMENTS[1] in behind[2]
+    assert engine.forget(DOCUMENTS[2]) == 1
+    engine.warm(DOCUMENTS[3])
+    assert engine.tokenizer.decode(_headers(engine)[-1].history) == ""  # nothing is encoded behind what was forgotten
+
+
+def test_tenants_keep_no_company() -> None:
+    engine = engine_of(pack_tokens=4096)
+    engine.warm(DOCUMENTS[0], namespace="a")
+    engine.warm(DOCUMENTS[1], namespace="b")
+    assert [header.base for header in _headers(engine, "b")] == [0]
+
+
 def test_forgetting_a_document_takes_those_computed_behind_it_along() -> None:
     engine = engine_of(pack_tokens=4096)
     engine.warm(DOCUMENTS)
