@@ -98,6 +98,11 @@ class RequestKV:
             rope.move(keys, delta, target)
         self.values[:, :, at : at + length].copy_(run.values[:, :, offset : offset + length])
 
+    def clear(self, start: int, end: int) -> None:
+        """Write zeros over whatever the memory of slots ``[start, end)`` held before."""
+        self.keys[:, :, start:end] = 0
+        self.values[:, :, start:end] = 0
+
     def take(self, start: int, end: int) -> KVRun:
         """A detached copy of slots ``[start, end)``."""
         return KVRun(

@@ -134,6 +134,9 @@ class _Request:
                     delta=segment.delta,
                     rope=self.rope,
                 )
+            elif self.plan.runs:
+                # A probe may look over what no pass has filled yet, and a mask does not hide NaN.
+                self.kv.clear(segment.start, segment.end)
         _synchronise(self.device)
         load_s = time.perf_counter() - started
         new = self._leading_pass()

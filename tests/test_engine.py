@@ -16,6 +16,7 @@ import torch
 
 from kvboost_rag import Engine, SamplingParams
 from kvboost_rag.costs import CostModel
+from kvboost_rag.kv import RequestKV
 from kvboost_rag.stats import Usage
 from tests.tiny import (
     LIMIT,
@@ -304,6 +305,29 @@ def test_a_long_new_preamble_runs_once() -> None:
     assert length > 32
     assert [rows for rows in forwards.rows if rows >= length - 1] == [forwards.rows[0]]
     assert found.usage.computed_tokens < found.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss", "cohere2"])
+@pytest.mark.parametrize("selector", ["query", "deviation"])
+def test_what_the_memory_held_before_never_matters(name: str, selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A probe looks over slots that nothing has filled yet; hidden by a mask, NaN still spreads.
+    engine = engine_of(name, selector=selector, store_prompts=False)
+    engine.warm(DOCUMENTS)
+    between = text(57, 60)
+    prompt = prompt_of([DOCUMENTS[1], between, DOCUMENTS[0], between[9:], DOCUMENTS[2]], preamble=text(56, 40))
+    clean = engine.prefill(prompt)
+    blank = RequestKV.__init__
+
+    def dirty(kv: RequestKV, *args: Any, **options: Any) -> None:
+        blank(kv, *args, **options)
+        kv.keys.fill_(float("nan"))
+        kv.values.fill_(float("nan"))
+
+    monkeypatch.setattr(RequestKV, "__init__", dirty)
+    found = engine.prefill(prompt)
+    assert found.usage.approximate_tokens > 60
+    assert torch.equal(found.logits, clean.logits)
+    assert not found.logits.isnan().any()
 
 
 # ---- fallback --------------------------------------------------------------------------------------------------------
