@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .config import SamplingParams
 from .errors import UnsupportedModelError
 from .kv import EndOfPass, RequestKV
-from .passes import CURRENT, attend, attention_mass
+from .passes import CURRENT, PassMask, attend, attention_mass
 
 ATTENTION_NAME = "kvboost_rag"
 
@@ -124,6 +124,9 @@ def _kvboost_attention(
     if state.fallback is not None or unusual or (mask is None and attention_mask is not None):
         run = state.fallback or eager_attention(module)
         plain = attention_mask if mask is None else mask.full()
+        if plain is None:  # a full pass leaves causality to the attention, and this one knows none of its own
+            rows = torch.arange(query.shape[2], device=query.device)
+            plain = PassMask(rows, key.shape[2], window=None, hidden=None, groups=1, dtype=query.dtype).full()
         result: tuple[torch.Tensor, torch.Tensor | None] = run(
             module, query, key, value, plain, scaling=scaling, **kwargs
         )

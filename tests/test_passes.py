@@ -15,7 +15,7 @@ from kvboost_rag.hf import cache_over
 from kvboost_rag.model_spec import inspect_model
 from kvboost_rag.passes import BAND_ROWS, AttentionProbe, PassMask, attend, attention_mass
 from kvboost_rag.runner import ModelRunner
-from tests.tiny import model_of, new_model, random_ids
+from tests.tiny import LIMIT, model_of, new_model, random_ids
 
 DIM = 8
 
@@ -153,3 +153,16 @@ def test_a_probe_collects_the_attention_of_plain_hugging_face(name: str) -> None
     assert logits is None  # the pass ends with the last layer that is asked about
     for layer in range(3):
         assert torch.allclose(probe.mass[layer], weights[layer][0][:, rows].sum((0, 1)), atol=1e-4), layer
+
+
+def test_a_full_pass_with_soft_caps_is_causal_whatever_attention_the_model_was_loaded_with() -> None:
+    model = new_model("gemma2")
+    ids = random_ids(3, 20)
+    runner = ModelRunner(model, inspect_model(model))
+    with torch.inference_mode():
+        plain = model(input_ids=torch.tensor([ids])).logits[0, -1]
+    model.config._attn_implementation = "flash_attention_2"  # what a GPU would have; ours runs in its place
+    kv = runner.new_kv(20, 20)
+    logits = runner.run(kv, cache_over(kv), torch.tensor(ids), torch.arange(20))
+    assert logits is not None
+    assert float((logits - plain).abs().max()) < LIMIT
