@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, Unpack
@@ -20,8 +19,8 @@ from .forgetting import chunks_holding
 from .hf import load_pretrained
 from .kv import Cancelled
 from .repair import Recipe
-from .runner import lock_of
-from .serving import Request, cancelled
+from .runner import holding, lock_of
+from .serving import Live, Request, cancelled
 from .stats import Delta, EngineStats, Generation, Prefill, Totals, WarmReport
 from .streaming import astream, in_thread, stream
 
@@ -68,7 +67,7 @@ class Engine:
         self._fingerprints: OrderedDict[Hashable, str] = OrderedDict()
         self._assemble()
         self._totals = Totals()
-        self._live: weakref.WeakSet[Request] = weakref.WeakSet()
+        self._live = Live()
         self._closed = False
 
     @classmethod
@@ -325,9 +324,7 @@ class Engine:
     def _keep_nothing_of(self, scope: Scope) -> None:
         """What runs now has seen what is being forgotten, and what is warmed next must not."""
         self._warmer.part_company(scope)
-        for request in list(self._live):
-            if request.scope == scope:
-                request.store = False
+        self._live.keep_nothing_of(scope)
 
     def _check_length(self, ids: IntArray) -> None:
         if len(ids) > self._window_tokens:
@@ -368,8 +365,8 @@ class Engine:
             return self.fingerprint
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        with self._lock:
+    def _running(self, cancel: threading.Event | None = None) -> Iterator[None]:
+        with holding(self._lock, cancel):
             self._must_be_open()
             try:
                 yield
@@ -378,13 +375,11 @@ class Engine:
                     self._library.clear()
 
     def _answer(self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None]) -> Generation:
-        with self._running():
-            if request.cancel.is_set():  # while it waited
-                return cancelled(request)
-            try:
+        try:
+            with self._running(request.cancel):
                 generation, served = self._serving.answer(request, on_delta)
-            except Cancelled:
-                return cancelled(request)
+        except Cancelled:
+            return cancelled(request)
         self._totals.add(generation.usage, served.fallback_reason)
         return generation
 

@@ -67,7 +67,7 @@ class Keeper:
 
     def keep_prompt(
         self, scope: Scope, ids: IntArray, kv: RequestKV, *, new: Sequence[tuple[int, int]], exact_until: int
-    ) -> None:
+    ) -> list[str]:
         """Store new text of a prompt from the forward pass that served it.
 
         Args:
@@ -76,14 +76,20 @@ class Keeper:
             kv: the request's cache.
             new: stretches ``(start, end)`` that no stored chunk held.
             exact_until: KV in front of this position is what a full prefill gives.
+
+        Returns:
+            Keys of the chunks that were added.
         """
-        sequence = as_ids(ids)
+        sequence, added = as_ids(ids), []
         for start, end in new:
             for a, b in self._prompt_tiles(sequence[start:end]):
                 exact = start + b <= exact_until
                 # Behind an approximate context KV can never serve an exact hit, and a short run no approximate one.
                 if exact or b - a >= 2 * ANCHOR_TOKENS:
-                    self.store([header_of(scope, sequence, start + a, start + b, "prompt", exact=exact)], kv)
+                    header = header_of(scope, sequence, start + a, start + b, "prompt", exact=exact)
+                    if self.store([header], kv).chunks:
+                        added.append(header.key)
+        return added
 
     def _prompt_tiles(self, ids: IntArray) -> Tiles:
         return prompt_cuts(

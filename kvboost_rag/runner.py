@@ -13,12 +13,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .hf import ATTENTION_NAME, cache_argument, eager_attention, step_output
-from .kv import EndOfPass, RequestKV
+from .kv import Cancelled, EndOfPass, RequestKV
 from .model_spec import ModelSpec
 from .passes import CURRENT, AttentionProbe, PassMask, PassState
 
 _LOCKS: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()
+PATIENCE_S = 0.05  # a request that waits for its turn looks so often whether it was cancelled
 
 
 def lock_of(model: Any) -> threading.Lock:
@@ -28,6 +29,24 @@ def lock_of(model: Any) -> threading.Lock:
     """
     with _LOCKS_LOCK:
         return _LOCKS.setdefault(model.get_decoder(), threading.Lock())
+
+
+@contextmanager
+def holding(lock: threading.Lock, cancel: threading.Event | None = None) -> Iterator[None]:
+    """Hold a lock.
+
+    Raises:
+        Cancelled: ``cancel`` was set, also while waiting.
+    """
+    while not lock.acquire(timeout=-1 if cancel is None else PATIENCE_S):
+        if cancel is not None and cancel.is_set():
+            raise Cancelled
+    try:
+        if cancel is not None and cancel.is_set():
+            raise Cancelled
+        yield
+    finally:
+        lock.release()
 
 
 class ModelRunner:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,27 @@ class Request:
     started: float
     tokenize_s: float
     cancel: threading.Event = field(default_factory=threading.Event)
+
+
+class Live:
+    """Requests on their way. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # a set that grows while it is read raises
+        self._requests: weakref.WeakSet[Request] = weakref.WeakSet()
+
+    def add(self, request: Request) -> None:
+        """Follow a request until nobody holds it any more."""
+        with self._lock:
+            self._requests.add(request)
+
+    def keep_nothing_of(self, scope: Scope) -> None:
+        """Let no request of a scope store its prompt."""
+        with self._lock:
+            requests = list(self._requests)
+        for request in requests:
+            if request.scope == scope:
+                request.store = False
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +207,13 @@ class Serving:
             new[-1] = (new[-1][0], end)
         ids = np.concatenate([request.ids, np.asarray(answer[: end - n], dtype=np.int32)])
         exact_until = end if not served.plan.runs else served.plan.pure_until
-        self._keeper.keep_prompt(request.scope, ids, kv, new=new, exact_until=exact_until)
+        kept = self._keeper.keep_prompt(request.scope, ids, kv, new=new, exact_until=exact_until)
+        self._drop_forgotten(request, kept)
+
+    def _drop_forgotten(self, request: Request, kept: Sequence[str]) -> None:
+        """Undo what was kept if it was forgotten in the meantime, by somebody who cannot have seen all of it."""
+        if not request.store:
+            self._library.delete(kept)
 
     def _plan(self, request: Request) -> tuple[Plan, str | None, tuple[tuple[int, int], ...]]:
         n = len(request.ids)

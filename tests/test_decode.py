@@ -498,6 +498,20 @@ def test_a_prompt_cancelled_while_it_waits_for_another_never_runs(engine: Engine
     assert forwards.rows == [60, *[1] * 7]
 
 
+def test_a_prompt_cancelled_while_it_waits_does_not_wait_for_its_turn(engine: Engine) -> None:
+    async def scenario() -> float:
+        with engine._lock:  # another request runs for a long time
+            task = asyncio.create_task(engine.agenerate(random_ids(78, 60), sampling=SHORT))
+            await asyncio.sleep(0.1)
+            started = time.perf_counter()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(task, 5)
+            return time.perf_counter() - started
+
+    assert asyncio.run(scenario()) < 3
+
+
 def test_a_cancelled_answer_says_so() -> None:
     engine = engine_of("llama", reuse="exact")
     answers: list[Generation] = []

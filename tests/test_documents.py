@@ -532,3 +532,20 @@ def test_what_runs_while_its_document_is_forgotten_keeps_nothing() -> None:
         list(deltas)
         assert engine.stats().chunks == 0
         assert engine.prefill(prompt).usage.exact_tokens == 0
+
+
+def test_a_document_forgotten_while_its_prompt_is_being_kept_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    keeper = engine._serving._keeper
+    store, calls = keeper.store, []
+
+    def forgotten_first(*args: Any) -> Any:
+        calls.append(engine.forget(DOCUMENTS[0]))
+        return store(*args)
+
+    monkeypatch.setattr(keeper, "store", forgotten_first)
+    prompt = prompt_of(DOCUMENTS[:1])
+    engine.generate(prompt, sampling=SamplingParams(max_tokens=2))
+    assert calls
+    assert engine.stats().chunks == 0
+    assert engine.prefill(prompt).usage.exact_tokens == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -77,6 +78,30 @@ def test_two_streams_at_once_are_the_answers_one_after_the_other() -> None:
             else:
                 texts[i] += delta.text
     assert texts == expected
+
+
+def test_forgetting_never_trips_over_requests_that_arrive() -> None:
+    engine = engine_of(reuse="exact", store_prompts=False)
+    stop, ids = threading.Event(), list(range(3, 11))
+
+    def arrive() -> None:
+        while not stop.is_set():
+            _ = [engine._request(ids) for _ in range(200)]
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            arriving = [pool.submit(arrive) for _ in range(2)]
+            try:
+                for _ in range(300):
+                    assert engine.forget("hello") == 0
+            finally:
+                stop.set()
+            for future in arriving:
+                future.result(60)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_an_open_stream_does_not_block_other_requests() -> None:
