@@ -17,9 +17,9 @@ def chunks_holding(headers: Iterable[ChunkHeader], documents: Sequence[IntArray]
 
     KV has seen what stood in front of it, so a chunk goes with the documents in its history. A chunk seen inside a
     prompt goes if it or its history shares any run of 16 tokens with a document: it is cheap to make again. A warmed
-    chunk goes if a document covers at least half of it, or if at least half of a document stands in its history, so
-    that documents with a common heading do not take each other down. Documents shorter than 16 tokens are matched as a
-    whole.
+    chunk goes if a document covers at least half of it, or if at least half of a document stands in it or its history,
+    so that documents with a common heading do not take each other down. Documents shorter than 16 tokens are matched as
+    a whole.
     """
     wanted = _Wanted(documents)
     return [header.key for header in headers if wanted.held_by(header)]
@@ -40,23 +40,23 @@ class _Wanted:
 
     def held_by(self, header: ChunkHeader) -> bool:
         history = header.tokens[:0] if header.history is None else header.history
+        ids = np.concatenate([history, header.tokens])
         if header.origin == "prompt":
-            ids = np.concatenate([history, header.tokens])
             return len(self._found(ids)) > 0 or self._holds_short(ids)
         covered = np.zeros(len(header), bool)
         for at in self._found(header.tokens):
             covered[at : at + ANCHOR_TOKENS] = True
         mostly = 2 * int(covered.sum()) >= len(header)
-        return mostly or self._holds_short(header.tokens) or self._in_front(history)
+        return mostly or self._holds_short(ids) or self._holds_half(ids)
 
-    def _in_front(self, history: IntArray) -> bool:
+    def _holds_half(self, ids: IntArray) -> bool:
+        """Whether at least half of a document stands in the ids."""
         seen: dict[int, set[bytes]] = {}
-        for at in self._found(history):
-            window = history[at : at + ANCHOR_TOKENS].tobytes()
+        for at in self._found(ids):
+            window = ids[at : at + ANCHOR_TOKENS].tobytes()
             for number in self._owners[window]:
                 seen.setdefault(number, set()).add(window)
-        half = any(2 * len(windows) >= self._sizes[number] for number, windows in seen.items())
-        return half or self._holds_short(history)
+        return any(2 * len(windows) >= self._sizes[number] for number, windows in seen.items())
 
     def _found(self, ids: IntArray) -> list[int]:
         """Where a window of a document begins."""

@@ -438,6 +438,15 @@ def test_forgetting_takes_a_short_document_as_a_whole() -> None:
     assert engine.stats().chunks == len(DOCUMENTS)
 
 
+def test_forgetting_a_part_of_a_larger_document_takes_all_of_it() -> None:
+    engine = engine_of()
+    parts = [text(seed, 40) for seed in range(500, 510)]
+    engine.warm(["\n\n".join(parts), DOCUMENTS[0]])
+    assert engine.forget(parts[5]) == 1
+    assert _approximate(engine, parts[5]) == 0
+    assert _approximate(engine, DOCUMENTS[0]) > 0
+
+
 def test_forgetting_spares_documents_that_share_a_heading() -> None:
     engine = engine_of()
     heading = text(55, 10) + "\n\n"
