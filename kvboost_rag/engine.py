@@ -16,7 +16,7 @@ from .config import ANCHOR_TOKENS, EngineConfig, Reuse, SamplingParams, check_na
 from .errors import ConfigError, ContextOverflowError, EngineClosedError
 from .fingerprints import Watch, fingerprint
 from .forgetting import chunks_holding
-from .hf import load_pretrained
+from .hf import load_pretrained, stop_strings
 from .kv import Cancelled
 from .repair import Recipe
 from .runner import holding, lock_of
@@ -307,6 +307,8 @@ class Engine:
                 f"reuse is {reuse!r} but this engine was made with reuse={self.config.reuse!r}; choose one of "
                 f"{', '.join(map(repr, _MODES[self.config.reuse]))}, or make the engine with a wider mode"
             )
+        if sampling is not None:
+            stop_strings(self.model, self.tokenizer, sampling)  # raises here, and not at the first step of a stream
         ids = self._encoder.encode(prompt, tools=tools)
         self._check_length(ids)
         request = Request(

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .config import SamplingParams
-from .errors import UnsupportedModelError
+from .errors import ConfigError, UnsupportedModelError
 from .kv import EndOfPass, RequestKV
 from .passes import CURRENT, PassMask, attend, attention_mass
 
@@ -146,6 +146,19 @@ def eager_attention(module: Any) -> Callable[..., Any]:
 AttentionInterface.register(ATTENTION_NAME, _kvboost_attention)
 
 
+def stop_strings(model: Any, tokenizer: Any, sampling: SamplingParams) -> tuple[str, ...]:
+    """The caller's stop strings and the model's own.
+
+    Raises:
+        ConfigError: there are some, but no tokenizer that could tell the text of an answer.
+    """
+    own = model.generation_config.stop_strings or ()
+    stops = (*sampling.stop, *((own,) if isinstance(own, str) else own))
+    if stops and tokenizer is None:
+        raise ConfigError(f"stop is {list(stops)!r}, but without a tokenizer an answer has no text; load a tokenizer")
+    return stops
+
+
 def generation_settings(model: Any, tokenizer: Any, sampling: SamplingParams, room: int) -> Any:
     """A transformers `GenerationConfig`: the model's own, overridden by what the caller set.
 
@@ -165,10 +178,13 @@ def generation_settings(model: Any, tokenizer: Any, sampling: SamplingParams, ro
     if config.pad_token_id is None:
         config.pad_token_id = ends[0] if ends else 0
     config.max_new_tokens = max(1, min(sampling.max_tokens, room))
-    config.max_length = config.min_length = config.min_new_tokens = None
+    config.max_length = None
     config.num_beams = config.num_return_sequences = 1
     config.return_dict_in_generate = False
     config.use_cache = True
+    config.cache_implementation = None  # it runs on our cache
+    config.stop_strings = None  # see `stop_strings`
+    config.token_healing = False  # it would rewrite the prompt
     config.do_sample = sampling.temperature > 0
     config.temperature = sampling.temperature if config.do_sample else None
     for name in ("top_p", "top_k", "min_p"):

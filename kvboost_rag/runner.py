@@ -165,6 +165,7 @@ class ModelRunner:
         # The view shares every weight; only its own forward differs, so the user's model is never touched.
         first_step_done.__signature__ = pyinspect.signature(forward)  # type: ignore[attr-defined]
         view.forward = first_step_done
+        view.generation_config = generation_config  # what is None there would be filled from the model's own
         return view.generate(
             ids,
             attention_mask=torch.ones_like(ids),

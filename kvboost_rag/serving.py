@@ -17,7 +17,7 @@ from .chunks import IntArray, Scope
 from .config import EngineConfig, Reuse, SamplingParams
 from .costs import CostModel
 from .decode import Answer
-from .hf import generation_settings
+from .hf import generation_settings, stop_strings
 from .keeping import Keeper
 from .kv import Cancelled
 from .library import Library
@@ -173,6 +173,7 @@ class Serving:
         Raises:
             Cancelled: the caller gave up before the first token.
         """
+        stops = stop_strings(self._runner.model, self._tokenizer, request.sampling)
         n = len(request.ids)
         room = min(request.sampling.max_tokens, self._runner.spec.window_tokens - n + 1)
         served = self.prefill(request, room=min(room, 512))
@@ -182,7 +183,7 @@ class Serving:
             self._decode,
             prompt_tokens=n,
             eos=frozenset(settings.eos_token_id or ()),
-            stops=request.sampling.stop,
+            stops=stops,
             cancel=request.cancel,
             on_first=lambda: first.append(time.perf_counter()),
             on_delta=on_delta,

@@ -15,9 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from kvboost_rag import Delta, Engine, Generation, SamplingParams
+from kvboost_rag import ConfigError, Delta, Engine, Generation, SamplingParams
 from kvboost_rag.decode import Detokenizer, StopFilter
-from tests.tiny import LIMIT, VOCAB, Forwards, engine_of, off_by, plain_answer, random_ids, text, tokenizer_of
+from tests.tiny import (
+    LIMIT,
+    VOCAB,
+    Forwards,
+    engine_of,
+    new_model,
+    off_by,
+    plain_answer,
+    random_ids,
+    text,
+    tokenizer_of,
+)
 
 PROMPT = random_ids(1, 40)
 SHORT = SamplingParams(max_tokens=8)
@@ -339,6 +350,36 @@ def test_the_models_own_generation_config_is_the_default_and_stays_as_it_is() ->
         assert config.to_dict() == before | {"repetition_penalty": 1.4}
     finally:
         config.repetition_penalty = before["repetition_penalty"]
+
+
+@pytest.mark.parametrize(
+    "own", [{"cache_implementation": "static"}, {"cache_implementation": "dynamic"}, {"token_healing": True}], ids=str
+)
+def test_what_a_generation_config_says_of_caches_and_prompts_does_not_break_an_answer(own: dict[str, Any]) -> None:
+    model = new_model("llama")
+    plain = plain_answer(model, PROMPT, 8)
+    for name, value in own.items():
+        setattr(model.generation_config, name, value)
+    engine = engine_of(model, reuse="exact")
+    assert list(engine.generate(PROMPT, sampling=SHORT).token_ids) == plain
+
+
+def test_the_models_own_stop_strings_end_an_answer_too() -> None:
+    model = new_model("llama")
+    model.generation_config.stop_strings = ["market"]
+    engine = engine_of(model, reuse="exact")
+    answer = engine.generate(PROMPT, sampling=saying("river stone market valley"))
+    assert (answer.text, answer.finish_reason) == ("river stone ", "stop")
+    answer = engine.generate(PROMPT, sampling=saying("river stone market valley", stop=("stone",)))
+    assert answer.text == "river "
+    assert model.generation_config.stop_strings == ["market"]
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    engine = engine_of(tokenizer=None)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        engine.generate(PROMPT, sampling=SamplingParams(max_tokens=3, stop=("a",)))
+    assert engine.stats().chunks == 0
 
 
 def test_a_model_of_several_ends_stops_at_each_of_them(engine: Engine) -> None:
