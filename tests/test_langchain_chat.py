@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import pickle
 import time
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from kvboost_rag import (
     Usage,
 )
 from langchain_kvboost import ChatKVBoost, engines, release_engines, shared_engine
+from tests.tiny import engine_of, new_model
 
 GENERATION = Generation(
     text="Paris, of course.",
@@ -56,6 +58,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.config = EngineConfig()
         self.model = SimpleNamespace(name_or_path="scripted")
+        self.fingerprint = "scripted"
         self.calls: list[tuple[object, dict[str, object]]] = []
         self.closed = False
 
@@ -126,10 +129,11 @@ class TestRequest:
         [
             HumanMessage([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]),
             FunctionMessage(name="f", content="x"),
+            AIMessage("", tool_calls=[{"name": "f", "args": {"a": 1}, "id": "1"}]),
         ],
     )
     def test_what_a_text_model_cannot_read_raises(self, chat, scripted, message):
-        with pytest.raises(PromptError, match=r"image|FunctionMessage"):
+        with pytest.raises(PromptError, match=r"image|FunctionMessage|tool calls"):
             chat.invoke([message])
         assert not scripted.calls
 
@@ -191,6 +195,8 @@ class TestConstruction:
             chat.invoke("q")
         assert loads == [("some/model", None)]
         assert shared_engine("some/model") is scripted
+        shared_engine("some/model", EngineConfig())  # the same as none
+        assert len(loads) == 1
         assert shared_engine("some/model", EngineConfig(reuse="exact")) is scripted
         assert len(loads) == 2
 
@@ -220,6 +226,21 @@ class TestConstruction:
             )
         }
         assert len(keys) == 8
+
+    def test_response_cache_key_tells_models_of_one_name_apart(self):
+        models = [new_model("llama", seed=seed) for seed in (0, 1)]
+        keys = [ChatKVBoost(engine=engine_of(model))._get_llm_string() for model in models]
+        assert keys[0] != keys[1]
+        assert keys[0] == ChatKVBoost(engine=engine_of(models[0]))._get_llm_string()
+
+    def test_copies_share_the_engine(self):
+        engine = engine_of()
+        chat = ChatKVBoost(engine=engine, stop=["x"])
+        copied = copy.deepcopy(chat)
+        assert copied.engine is engine
+        assert copied.stop == chat.stop
+        assert copied.stop is not chat.stop
+        assert chat.model_copy(deep=True).engine is engine
 
     def test_tracing_parameters(self, chat):
         parameters = ChatKVBoost(model="m", temperature=0.5, max_tokens=3)._get_ls_params()

@@ -71,6 +71,11 @@ class ChatKVBoost(BaseChatModel):
         self._sampling(None, {})  # a bad value raises here and not at the first question
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> ChatKVBoost:
+        memo = {} if memo is None else memo
+        memo[id(self.engine)] = self.engine  # a copy asks the same engine
+        return super().__deepcopy__(memo)
+
     @property
     def _llm_type(self) -> str:
         return "kvboost-chat"
@@ -81,6 +86,9 @@ class ChatKVBoost(BaseChatModel):
         config = self.engine.config if self.engine is not None else self.engine_config or EngineConfig()
         return {
             "model": self._model_name(),
+            "fingerprint": None
+            if self.engine is None
+            else self.engine.fingerprint,  # names do not tell all models apart
             "engine_config": repr(config),
             "stop_sequences": self.stop,
             "namespace": self.namespace,

@@ -6,7 +6,7 @@ import threading
 
 from kvboost_rag import Engine, EngineConfig
 
-_engines: dict[tuple[str, EngineConfig | None], Engine] = {}
+_engines: dict[tuple[str, EngineConfig], Engine] = {}
 _lock = threading.Lock()
 
 
@@ -16,7 +16,7 @@ def shared_engine(model: str, config: EngineConfig | None = None) -> Engine:
     Chains are often built anew for every request; keeping the engine is what keeps their documents warm. Free the
     memory with `release_engines`.
     """
-    key = (model, config)
+    key = (model, config or EngineConfig())
     engine = _engines.get(key)
     if engine is None:
         with _lock:  # two threads that ask at once must not load the model twice

@@ -53,8 +53,12 @@ def text_of(message: BaseMessage) -> str:
     """The text of a message: a string as it is, text blocks joined.
 
     Raises:
-        PromptError: a block that is not text.
+        PromptError: a block that is not text, or a tool call.
     """
+    if isinstance(message, AIMessage) and message.tool_calls:
+        raise PromptError(
+            "an AIMessage holds tool calls, which this chat model cannot render yet; write them into its text"
+        )
     content = message.content
     if isinstance(content, str):
         return content
