@@ -32,7 +32,7 @@ def lock_of(model: Any) -> threading.Lock:
 
 
 @contextmanager
-def holding(lock: threading.Lock, cancel: threading.Event | None = None) -> Iterator[None]:
+def holding(lock: threading.Lock | threading.RLock, cancel: threading.Event | None = None) -> Iterator[None]:
     """Hold a lock.
 
     Raises:

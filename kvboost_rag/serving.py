@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +25,11 @@ from .library import Library
 from .planner import Plan, make_plan, without_approximate
 from .prefill import Executed, Executor
 from .repair import Recipe
-from .runner import ModelRunner
+from .runner import ModelRunner, holding
 from .stats import FinishReason, Generation, Timing, Usage
 
 WORTH = 0.7  # an approximation must be predicted to take less than this share of an exact prefill
+_GENERATOR = threading.RLock()  # answers of all models that draw from torch's global generator take turns
 REPLANS = 3  # chunks may be evicted between lookup and pin; after so many tries the prompt is simply computed
 
 
@@ -251,8 +253,10 @@ class Serving:
         ids = torch.from_numpy(request.ids.astype(np.int64)).to(self._runner.spec.device)[None]
         processors = list(request.sampling.logits_processors)
         seed = request.sampling.seed
+        draws = request.sampling.temperature > 0 or seed is not None
         # generate draws from torch's global generator; leave it as it was.
-        with torch.random.fork_rng(devices=_cuda_devices(self._runner), enabled=seed is not None):
+        turn = holding(_GENERATOR, request.cancel) if draws else nullcontext()
+        with turn, torch.random.fork_rng(devices=_cuda_devices(self._runner), enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
             try:

@@ -80,6 +80,22 @@ def test_two_streams_at_once_are_the_answers_one_after_the_other() -> None:
     assert texts == expected
 
 
+def test_a_seed_repeats_an_answer_whatever_other_models_draw_meanwhile() -> None:
+    engines = [engine_of(new_model("llama", seed=seed), reuse="off") for seed in (0, 1)]
+    prompt, seeded = list(range(3, 33)), SamplingParams(max_tokens=24, temperature=1.0, seed=5)
+    expected = [engine.generate(prompt, sampling=seeded).token_ids for engine in engines]
+
+    def draw(number: int, sampling: SamplingParams) -> tuple[int, ...]:
+        return engines[number].generate(prompt, sampling=sampling).token_ids
+
+    for other in (seeded, SamplingParams(max_tokens=24, temperature=1.0)):
+        work = [lambda n=n, s=s: draw(n, s) for _ in range(5) for n, s in enumerate((seeded, other))]  # type: ignore[misc]
+        found = _at_once(2, work)
+        assert set(found[::2]) == {expected[0]}
+        if other is seeded:
+            assert set(found[1::2]) == {expected[1]}
+
+
 def test_forgetting_never_trips_over_requests_that_arrive() -> None:
     engine = engine_of(reuse="exact", store_prompts=False)
     stop, ids = threading.Event(), list(range(3, 11))
