@@ -140,6 +140,26 @@ class SamplingParams:
             _in_range("seed", self.seed, 0, (1 << 64) - 1)
 
 
+def check_reuse(reuse: Any) -> Reuse:
+    """The mode, if there is one of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    _one_of("reuse", reuse, Reuse)
+    return reuse  # type: ignore[no-any-return]
+
+
+def check_is(value: object, kind: type, name: str) -> None:
+    """Refuse a value of another type than asked for; None passes.
+
+    Raises:
+        ConfigError: names the argument, what it is and what it must be.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name} is a {type(value).__name__}; it must be a {kind.__name__}, as in {kind.__name__}(…)")
+
+
 def check_namespace(namespace: object) -> str:
     """The namespace, if it can name a tenant.
 

@@ -12,17 +12,18 @@ from typing import Any, TypeAlias, TypedDict, Unpack
 
 from .assembly import assemble
 from .chunks import IntArray, Scope
-from .config import ANCHOR_TOKENS, EngineConfig, Reuse, SamplingParams, check_namespace
+from .config import ANCHOR_TOKENS, EngineConfig, Reuse, SamplingParams, check_is, check_namespace, check_reuse
 from .errors import ConfigError, ContextOverflowError, EngineClosedError
 from .fingerprints import Watch, fingerprint
 from .forgetting import chunks_holding
 from .hf import load_pretrained, stop_strings
 from .kv import Cancelled
+from .prompts import as_texts
 from .repair import Recipe
 from .runner import holding, lock_of
 from .serving import Live, Request, cancelled
 from .stats import Delta, EngineStats, Generation, Prefill, Totals, WarmReport
-from .streaming import astream, in_thread, stream
+from .streaming import Deltas, astream, in_thread
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 _MODES: dict[str, tuple[str, ...]] = {
@@ -61,6 +62,7 @@ class Engine:
     def __init__(self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
         self._model = model.eval()
         self._tokenizer = tokenizer
+        check_is(config, EngineConfig, "config")
         self._config = config or EngineConfig()
         self._lock = lock_of(self.model)  # one request in the model at a time
         self._watch, self._watch_lock = Watch(self.model), threading.Lock()
@@ -91,6 +93,9 @@ class Engine:
             config: see `EngineConfig`.
             hf_options: for `AutoModelForCausalLM.from_pretrained`.
         """
+        check_is(config, EngineConfig, "config")
+        if ours := sorted(EngineConfig.__dataclass_fields__.keys() & hf_options.keys()):
+            raise ConfigError(f"{ours[0]} is no option of transformers; give it as config=EngineConfig({ours[0]}=…)")
         loaded, tokenizer = load_pretrained(model, gguf_file=gguf_file, dtype=dtype, device=device, **hf_options)
         return cls(loaded, tokenizer, config)
 
@@ -185,7 +190,7 @@ class Engine:
         Bad input raises here, not at the first step. Closing the iterator stops the computation.
         """
         request = self._request(prompt, **options)
-        return stream(lambda put: self._feed(request, put), request.cancel)
+        return Deltas(lambda put: self._feed(request, put), request.cancel)
 
     async def agenerate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """`generate` off the event loop; cancelling the task stops the computation."""
@@ -223,7 +228,7 @@ class Engine:
         """
         started = time.perf_counter()
         scope = self._scope(namespace)
-        documents = _as_list(texts)
+        documents = as_texts(texts)
         if self.config.reuse == "off":
             raise ConfigError("reuse is 'off', so warming has no effect; use reuse='exact' or 'approximate'")
         encoded = [self._encoder.encode_after(context, text) for text in documents]
@@ -250,7 +255,7 @@ class Engine:
         """
         scope = self._scope(namespace)
         self._keep_nothing_of(scope)
-        encoded = [self._encoder.encode_text(text) for text in _as_list(texts)]
+        encoded = [self._encoder.encode_text(text) for text in as_texts(texts)]
         found = chunks_holding(self._library.headers(scope), encoded)
         return self._library.delete(found)
 
@@ -282,6 +287,7 @@ class Engine:
 
     @recipe.setter
     def recipe(self, recipe: Recipe) -> None:
+        check_is(recipe, Recipe, "recipe")
         self._serving.recipe = recipe
 
     def close(self) -> None:
@@ -301,7 +307,8 @@ class Engine:
     ) -> Request:
         started = time.perf_counter()
         scope = self._scope(namespace)
-        mode = self.config.reuse if reuse is None else reuse
+        check_is(sampling, SamplingParams, "sampling")
+        mode = self.config.reuse if reuse is None else check_reuse(reuse)
         if mode not in _MODES[self.config.reuse]:
             raise ConfigError(
                 f"reuse is {reuse!r} but this engine was made with reuse={self.config.reuse!r}; choose one of "
@@ -387,10 +394,6 @@ class Engine:
 
     def _feed(self, request: Request, put: Callable[[Delta], None]) -> Generation:
         return self._answer(request, lambda text, ids: put(Delta(text=text, token_ids=ids)))
-
-
-def _as_list(texts: str | Sequence[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else list(texts)
 
 
 def _ignore(text: str, ids: tuple[int, ...]) -> None:

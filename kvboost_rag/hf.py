@@ -6,6 +6,7 @@ import copy
 import inspect as pyinspect
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,12 @@ ATTENTION_NAME = "kvboost_rag"
 def load_pretrained(
     model: str, *, gguf_file: str | None = None, dtype: Any = "auto", device: Any = "auto", **hf: Any
 ) -> tuple[Any, Any]:
-    """Load model and tokenizer by hub id or folder; ``hf`` goes to ``from_pretrained``."""
+    """Load model and tokenizer by hub id or folder; ``hf`` goes to ``from_pretrained``.
+
+    Raises:
+        ConfigError: what is meant as a folder is none, or holds no model.
+    """
+    _check_place(model, gguf_file)
     names = ("revision", "token", "cache_dir", "trust_remote_code", "subfolder")
     shared: dict[str, Any] = {key: hf[key] for key in names if key in hf}
     if gguf_file is not None:
@@ -53,6 +59,19 @@ def plain_cache() -> Any:
 def step_output(logits: torch.Tensor, cache_name: str, cache: Any) -> Any:
     """What a model returns from one step: logits ``(1, 1, vocab)`` and its cache."""
     return CausalLMOutputWithPast(logits=logits, **{cache_name: cache})
+
+
+def _check_place(model: str, gguf_file: str | None) -> None:
+    """A mistyped path would otherwise be taken for a hub id, and the hub's error says nothing of paths."""
+    if not isinstance(model, (str, Path)):
+        raise ConfigError(f"the model is a {type(model).__name__}; give a hub id or a folder, or use Engine(model, …)")
+    place = Path(model).expanduser()
+    if place.is_dir():
+        wanted = gguf_file or "config.json"
+        if not (place / wanted).is_file():
+            raise ConfigError(f"the folder {model} holds no {wanted}; give the folder that a model was saved in")
+    elif str(model).startswith(("/", "./", "../", "~")) or str(model).count("/") > 1:
+        raise ConfigError(f"there is no folder {model}; give a hub id such as 'organisation/name', or a folder")
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

@@ -33,7 +33,8 @@ def check_text(text: object, at: str) -> str:
         PromptError: it is no string, or cannot be encoded.
     """
     if not isinstance(text, str):
-        raise PromptError(f"{at} is a {type(text).__name__}; it must be a string")
+        hint = "; give its page_content" if hasattr(text, "page_content") else ""
+        raise PromptError(f"{at} is a {type(text).__name__}; it must be a string{hint}")
     text = str.__str__(text)
     try:
         text.encode()

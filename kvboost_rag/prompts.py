@@ -247,3 +247,16 @@ def _honest(ids: list[int], trusted: Counter[int], markers: Markers, codec: Code
         names = [marker for marker, token in markers.ids.items() if token in forged]
         raise PromptError(f"the tokenizer makes the marker {names[0]!r} of text that is not it; change that text")
     return ids
+
+
+def as_texts(texts: str | Iterable[str]) -> list[str]:
+    """One text or many, as a list.
+
+    Raises:
+        PromptError: neither a string nor many of anything.
+    """
+    if isinstance(texts, str):
+        return [texts]
+    if not isinstance(texts, Iterable):
+        raise PromptError(f"texts is a {type(texts).__name__}; give a string or a list of strings")
+    return list(texts)

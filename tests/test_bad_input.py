@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -356,9 +357,7 @@ def test_one_stop_string_is_a_list_of_one() -> None:
     assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("made", "asked"), [("exact", "approximate"), ("off", "exact"), ("off", "approximate"), ("approximate", "all")]
-)
+@pytest.mark.parametrize(("made", "asked"), [("exact", "approximate"), ("off", "exact"), ("off", "approximate")])
 def test_a_wider_mode_than_the_engine_was_made_for_is_refused(made: str, asked: Any) -> None:
     engine = engine_of(reuse=made)
     _raises(ConfigError, lambda: engine.generate("x", reuse=asked), repr(asked), repr(made), "wider")
@@ -386,3 +385,25 @@ def test_ids_the_model_generated_are_accepted_even_where_the_tokenizer_is_narrow
     assert engine.generate([3, 4, 390], sampling=SamplingParams(max_tokens=2)).usage.prompt_tokens == 3
     with pytest.raises(PromptError, match=r"400.*0 to 399"):
         engine.generate([3, 400])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda e: e.generate("Hello.", sampling={"max_tokens": 3}), "sampling is a dict.*SamplingParams"),
+        (lambda e: e.generate("Hello.", reuse="fast"), "reuse is 'fast'; choose one of"),
+        (lambda e: setattr(e, "recipe", "query"), "recipe is a str.*Recipe"),
+        (lambda e: e.warm(None), "texts is a NoneType"),
+        (lambda e: Engine(e.model, e.tokenizer, {"reuse": "exact"}), "config is a dict.*EngineConfig"),
+        (lambda e: Engine.from_pretrained("somewhere", reuse="off"), r"config=EngineConfig\(reuse="),
+        (lambda e: Engine.from_pretrained("/no/such/folder"), "there is no folder /no/such/folder"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(call: Callable[[Engine], Any], message: str) -> None:
+    with pytest.raises(KVBoostError, match=message):
+        call(engine_of())
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        Engine.from_pretrained(str(tmp_path))

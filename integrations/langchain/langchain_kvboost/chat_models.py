@@ -59,6 +59,8 @@ class ChatKVBoost(BaseChatModel):
     """Whether `invoke` streams inside, so that callbacks see every piece."""
     namespace: str | None = None
     """Tenant whose documents may be reused; None is the engine's default."""
+    reuse: Reuse | None = None
+    """What may be reused, no wider than the engine was made for; None is the engine's mode."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
@@ -92,6 +94,7 @@ class ChatKVBoost(BaseChatModel):
             "engine_config": repr(config),
             "stop_sequences": self.stop,
             "namespace": self.namespace,
+            "reuse": self.reuse,
             **{name: getattr(self, name) for name in SAMPLING_FIELDS},
         }
 
@@ -177,7 +180,7 @@ class ChatKVBoost(BaseChatModel):
         return {
             "sampling": self._sampling(stop, call),
             "namespace": call.get("namespace", self.namespace),
-            "reuse": call.get("reuse"),
+            "reuse": call.get("reuse", self.reuse),
         }
 
     def _sampling(self, stop: list[str] | None, call: Mapping[str, Any]) -> SamplingParams:
