@@ -15,24 +15,47 @@ Feed: TypeAlias = Callable[[Callable[[Delta], None]], Generation]
 _Item: TypeAlias = Delta | BaseException
 
 
-def stream(feed: Feed, cancel: threading.Event) -> Iterator[Delta]:
-    """Deltas of ``feed``, run in a thread of its own; closing the iterator sets ``cancel`` and waits for the thread."""
-    out: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-    worker = threading.Thread(target=_run, args=(feed, out.put), name="kvboost-answer", daemon=True)
-    worker.start()
-    try:
-        while True:
-            delta = _delta_or_raise(out.get())
-            yield delta
-            if delta.generation is not None:
-                return
-    finally:
-        cancel.set()
-        worker.join()
+class Deltas(Iterator[Delta]):
+    """Deltas of ``feed``, run in a thread of its own from the first step on.
+
+    Closing sets ``cancel`` and waits for the thread. One that is dropped unclosed only sets it: the garbage collector
+    runs in any thread, whatever locks that holds, and must not wait for another.
+    """
+
+    def __init__(self, feed: Feed, cancel: threading.Event) -> None:
+        self._cancel = cancel
+        self._out: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._worker = threading.Thread(target=_run, args=(feed, self._out.put), name="kvboost-answer", daemon=True)
+        self._begun = self._ended = False
+
+    def __next__(self) -> Delta:
+        """The next piece; the last one has the generation."""
+        if self._ended:
+            raise StopIteration
+        try:
+            if not self._begun:
+                self._begun = True
+                self._worker.start()
+            delta = _delta_or_raise(self._out.get())
+        except BaseException:
+            self.close()
+            raise
+        self._ended = delta.generation is not None
+        return delta
+
+    def close(self) -> None:
+        """Stop the computation."""
+        self._ended = True
+        self._cancel.set()
+        if self._begun:
+            self._worker.join()
+
+    def __del__(self) -> None:
+        self._cancel.set()
 
 
 async def astream(feed: Feed, cancel: threading.Event) -> AsyncGenerator[Delta, None]:
-    """The same off the event loop."""
+    """Deltas of ``feed`` off the event loop; closing the iterator sets ``cancel`` and waits for the thread."""
     loop = asyncio.get_running_loop()
     out: asyncio.Queue[_Item] = asyncio.Queue()
 

@@ -250,6 +250,29 @@ def test_closing_a_stream_stops_the_computation(engine: Engine) -> None:
     assert engine.generate(PROMPT, sampling=SHORT).finish_reason == "length"
 
 
+def test_a_stream_that_is_dropped_unclosed_stops_and_waits_for_nobody(engine: Engine) -> None:
+    here, go, stopped = threading.Event(), threading.Event(), threading.Event()
+
+    def each(step: int) -> None:
+        here.set()
+        assert go.wait(20)
+
+    deltas = engine.stream(PROMPT, sampling=saying(PROMPT[:1], each, max_tokens=300))
+    threading.Thread(target=lambda: (next(deltas, None), stopped.set()), daemon=True).start()
+    assert here.wait(20)
+    reader = engine.stream(PROMPT, sampling=SHORT)
+    waiting = threading.Thread(target=lambda: next(reader, None), daemon=True)
+    waiting.start()
+    time.sleep(0.05)
+    started = time.perf_counter()
+    reader.__del__()  # as the garbage collector does, in a thread that the model may wait for
+    assert time.perf_counter() - started < 1
+    waiting.join(5)
+    assert not waiting.is_alive()
+    go.set()
+    assert stopped.wait(20)
+
+
 def test_a_stream_reports_bad_input_at_once_and_errors_where_they_are_read(engine: Engine) -> None:
     with pytest.raises(ValueError, match="empty"):
         engine.stream("")
