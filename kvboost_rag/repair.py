@@ -49,7 +49,7 @@ class Recipe:
     """
 
     strategy: Literal["none", "selective", "cacheblend"] = "cacheblend"
-    selector: str = "deviation"
+    selector: str = "query"
     ratio: float = 0.08
     least_tokens: int = 12
     floor_tokens: int = 4
