@@ -57,7 +57,7 @@ class EngineConfig:
     reuse: Reuse = "approximate"
     repair: Repair = "cacheblend"
     selector: SelectorName = "auto"
-    repair_ratio: float = 0.08
+    repair_ratio: float = 0.05
     repair_least_tokens: int = 12
     floor_tokens: int = 4
     window_tokens: int = 16

@@ -50,7 +50,7 @@ class Recipe:
 
     strategy: Literal["none", "selective", "cacheblend"] = "cacheblend"
     selector: str = "query"
-    ratio: float = 0.08
+    ratio: float = 0.05
     least_tokens: int = 12
     floor_tokens: int = 4
     window_tokens: int = 16
