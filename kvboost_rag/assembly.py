@@ -8,7 +8,7 @@ from typing import Any
 from .calibration import Calibration, Calibrator, measure_costs, recipe_of
 from .chunking import BreakFinder
 from .chunks import as_ids
-from .config import EngineConfig
+from .config import PACK_SEPARATOR, EngineConfig
 from .fingerprints import fingerprint
 from .keeping import Keeper
 from .library import Library
@@ -19,8 +19,6 @@ from .runner import ModelRunner
 from .selfcheck import SelfCheck, check_full_pass, self_check
 from .serving import Serving
 from .warming import Warmer
-
-PACK_SEPARATOR = "\n\n"  # what most prompt templates put between two documents
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 
 from .calibration_text import ORDERS, PASSAGES, PROMPT, QUESTIONS
 from .chunks import ChunkHeader, IntArray, Scope
-from .config import EngineConfig
+from .config import PACK_SEPARATOR, EngineConfig
 from .costs import CostModel
 from .hf import cache_over
 from .index import ChunkIndex
@@ -135,7 +135,7 @@ class Calibrator:
 
     def _warm(self) -> tuple[ChunkIndex, dict[str, KVRun]]:
         index, stored = ChunkIndex(), {}
-        separator = self._encoder.encode_text("\n\n")
+        separator = self._encoder.encode_text(PACK_SEPARATOR)
         documents = [self._encoder.encode_text(passage) for passage in PASSAGES]
         growing = self._executor.grow(2 * sum(map(len, documents)))
         for number, ids in enumerate((*documents, documents[0])):  # as `warming` does it

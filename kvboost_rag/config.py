@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,6 +16,7 @@ SelectorName = Literal["auto", "deviation", "query"]
 Chunking = Literal["fixed", "semantic", "document"]
 Markers = Literal["text", "refuse"]
 
+PACK_SEPARATOR = "\n\n"  # between two documents of a pack: what most prompt templates put there
 ANCHOR_TOKENS = 16  # window length of the index; shorter runs cannot be found away from the exact chain
 
 
@@ -95,10 +96,6 @@ class EngineConfig:
                 "chunking='document' encodes no document in pieces, so they have no effect; use chunking='fixed' or "
                 "'semantic'"
             )
-
-    def with_(self, **changes: Any) -> EngineConfig:
-        """A copy with some fields changed."""
-        return replace(self, **changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
