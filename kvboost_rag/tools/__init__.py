@@ -1,0 +1,1 @@
+"""Tool calls of local models, for every integration: descriptions, formats, parsing, constrained decoding."""
