@@ -8,6 +8,7 @@ from .errors import (
     EngineClosedError,
     KVBoostError,
     PromptError,
+    RequestTimeoutError,
     UnsupportedModelError,
 )
 from .stats import Delta, EngineStats, Generation, Prefill, Timing, Usage, WarmReport
@@ -24,6 +25,7 @@ __all__ = [
     "KVBoostError",
     "Prefill",
     "PromptError",
+    "RequestTimeoutError",
     "SamplingParams",
     "Timing",
     "UnsupportedModelError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,6 +109,7 @@ class SamplingParams:
         top_p, top_k, min_p, repetition_penalty: as in Hugging Face `generate`.
         stop: strings that end the answer; never part of it.
         seed: makes sampling repeatable.
+        skip_special_tokens: leave special tokens out of the text. Some families mark tool calls with them.
         logits_processors: extra Hugging Face logits processors (constrained decoding and the like).
     """
 
@@ -119,6 +121,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    skip_special_tokens: bool = True
     logits_processors: tuple[Callable[..., Any], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -133,6 +136,8 @@ class SamplingParams:
             _in_range("top_k", self.top_k, 0, 1 << 31)
         if self.repetition_penalty is not None and not self.repetition_penalty > 0:
             raise ConfigError(f"repetition_penalty is {self.repetition_penalty!r}; it must be above 0")
+        if not isinstance(self.skip_special_tokens, bool):
+            raise ConfigError(f"skip_special_tokens is {self.skip_special_tokens!r}; it must be True or False")
         if self.seed is not None:
             _in_range("seed", self.seed, 0, (1 << 64) - 1)
 
@@ -166,6 +171,18 @@ def check_namespace(namespace: object) -> str:
     if not isinstance(namespace, str) or not namespace:
         raise ConfigError(f"namespace is {namespace!r}; it must be a non-empty string")
     return namespace
+
+
+def check_timeout(timeout_s: Any) -> float:
+    """The seconds, if that is a time one can wait.
+
+    Raises:
+        ConfigError: not a positive number.
+    """
+    _in_range("timeout_s", timeout_s, 0.0, threading.TIMEOUT_MAX)
+    if timeout_s == 0:
+        raise ConfigError("timeout_s is 0, which leaves no time to answer; give seconds, or None to wait")
+    return float(timeout_s)
 
 
 def _stops(stop: object) -> tuple[str, ...]:

@@ -7,12 +7,21 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, Unpack
 
 from .assembly import assemble
 from .chunks import IntArray, Scope
-from .config import ANCHOR_TOKENS, EngineConfig, Reuse, SamplingParams, check_is, check_namespace, check_reuse
+from .config import (
+    ANCHOR_TOKENS,
+    EngineConfig,
+    Reuse,
+    SamplingParams,
+    check_is,
+    check_namespace,
+    check_reuse,
+    check_timeout,
+)
 from .errors import ConfigError, ContextOverflowError, EngineClosedError
 from .fingerprints import Watch, fingerprint
 from .forgetting import chunks_holding
@@ -21,7 +30,7 @@ from .kv import Cancelled
 from .prompts import as_texts
 from .repair import Recipe
 from .runner import holding, lock_of
-from .serving import Live, Request, cancelled
+from .serving import Live, Request, cancelled, deadline
 from .stats import Delta, EngineStats, Generation, Prefill, Totals, WarmReport
 from .streaming import Deltas, astream, in_thread
 
@@ -35,13 +44,23 @@ REMEMBERED = 64  # fingerprints of states the model was in: switching between ad
 
 
 class Options(TypedDict, total=False):
-    """Options of `Engine.generate`, for its streaming and async forms."""
+    """Options of `Engine.generate` and of its streaming and async forms.
+
+    Attributes:
+        sampling: see `SamplingParams`; greedy by default.
+        namespace: tenant whose chunks may be used and added to; the configured one by default.
+        reuse: a mode no wider than the configured one.
+        tools: tool descriptions for the chat template.
+        store: keep the KV of new text in this prompt; as configured by default.
+        timeout_s: stop the computation and raise `RequestTimeoutError` this many seconds after the call; None waits.
+    """
 
     sampling: SamplingParams | None
     namespace: str | None
     reuse: Reuse | None
     tools: Sequence[Mapping[str, Any]] | None
     store: bool | None
+    timeout_s: float | None
 
 
 class Engine:
@@ -157,34 +176,17 @@ class Engine:
             fallback_reason=served.fallback_reason,
         )
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        sampling: SamplingParams | None = None,
-        namespace: str | None = None,
-        reuse: Reuse | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        store: bool | None = None,
-    ) -> Generation:
-        """Answer a prompt.
-
-        Args:
-            prompt: text (tokenised as Hugging Face would), chat messages, or token ids.
-            sampling: see `SamplingParams`; greedy by default.
-            namespace: tenant whose chunks may be used and added to; the configured one by default.
-            reuse: a mode no wider than the configured one.
-            tools: tool descriptions for the chat template.
-            store: keep the KV of new text in this prompt; as configured by default.
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
+        """Answer a prompt: text (tokenised as Hugging Face would), chat messages, or token ids.
 
         Raises:
             PromptError: the prompt cannot be run; ContextOverflowError if it is too long.
             ConfigError: a bad namespace or mode.
+            RequestTimeoutError: no answer within ``timeout_s``.
         """
-        request = self._request(prompt, sampling=sampling, namespace=namespace, reuse=reuse, tools=tools, store=store)
-        return self._answer(request, _ignore)
+        return self._answer(self._request(prompt, **options), _ignore)
 
-    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Deltas:
         """Answer a prompt piece by piece; the last delta carries the `Generation`. Options are those of `generate`.
 
         Bad input raises here, not at the first step. Closing the iterator stops the computation.
@@ -197,7 +199,7 @@ class Engine:
         request = await asyncio.to_thread(self._request, prompt, **options)
         return await in_thread(lambda: self._answer(request, _ignore), request.cancel)
 
-    async def astream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncIterator[Delta]:
+    async def astream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Delta, None]:
         """`stream` off the event loop; leaving the iterator or cancelling the task stops the computation."""
         request = await asyncio.to_thread(self._request, prompt, **options)
         async with contextlib.aclosing(astream(lambda put: self._feed(request, put), request.cancel)) as deltas:
@@ -304,6 +306,7 @@ class Engine:
         reuse: Reuse | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         store: bool | None = None,
+        timeout_s: float | None = None,
     ) -> Request:
         started = time.perf_counter()
         scope = self._scope(namespace)
@@ -326,6 +329,7 @@ class Engine:
             self.config.store_prompts if store is None else store,
             started,
             time.perf_counter() - started,
+            None if timeout_s is None else check_timeout(timeout_s),
         )
         self._live.add(request)
         return request
@@ -385,7 +389,7 @@ class Engine:
 
     def _answer(self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None]) -> Generation:
         try:
-            with self._running(request.cancel):
+            with deadline(request), self._running(request.cancel):
                 generation, served = self._serving.answer(request, on_delta)
         except Cancelled:
             return cancelled(request)

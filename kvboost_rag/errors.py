@@ -5,6 +5,7 @@
     ├── PromptError            a prompt, document or message that cannot be run
     │   └── ContextOverflowError   prompt (plus answer) longer than the model's window
     ├── UnsupportedModelError  the model cannot be served in the asked mode
+    ├── RequestTimeoutError    no answer within the time that was asked for
     └── EngineClosedError      the engine was closed
 
 Every message names the value, the limit and the remedy.
@@ -50,6 +51,10 @@ class UnsupportedModelError(KVBoostError):
     def __init__(self, message: str, *, layer: int | None = None) -> None:
         self.layer = layer
         super().__init__(message)
+
+
+class RequestTimeoutError(KVBoostError, TimeoutError):
+    """The answer was not finished within the time that the caller set; the computation was stopped."""
 
 
 class EngineClosedError(KVBoostError, RuntimeError):

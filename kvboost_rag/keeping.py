@@ -67,7 +67,7 @@ class Keeper:
 
     def keep_prompt(
         self, scope: Scope, ids: IntArray, kv: RequestKV, *, new: Sequence[tuple[int, int]], exact_until: int
-    ) -> list[str]:
+    ) -> list[ChunkHeader]:
         """Store new text of a prompt from the forward pass that served it.
 
         Args:
@@ -78,9 +78,9 @@ class Keeper:
             exact_until: KV in front of this position is what a full prefill gives.
 
         Returns:
-            Keys of the chunks that were added.
+            The chunks that were added.
         """
-        sequence, added = as_ids(ids), []
+        sequence, added = as_ids(ids), list[ChunkHeader]()
         for start, end in new:
             for a, b in self._prompt_tiles(sequence[start:end]):
                 exact = start + b <= exact_until
@@ -88,7 +88,7 @@ class Keeper:
                 if exact or b - a >= 2 * ANCHOR_TOKENS:
                     header = header_of(scope, sequence, start + a, start + b, "prompt", exact=exact)
                     if self.store([header], kv).chunks:
-                        added.append(header.key)
+                        added.append(header)
         return added
 
     def _prompt_tiles(self, ids: IntArray) -> Tiles:

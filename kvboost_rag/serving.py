@@ -6,18 +6,19 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from .chunks import IntArray, Scope
+from .chunks import ChunkHeader, IntArray, Scope
 from .config import EngineConfig, Reuse, SamplingParams
 from .costs import CostModel
 from .decode import Answer
+from .errors import RequestTimeoutError
 from .hf import generation_settings, stop_strings
 from .keeping import Keeper
 from .kv import Cancelled
@@ -45,6 +46,7 @@ class Request:
         store: whether to keep new text.
         started: `time.perf_counter` at call entry.
         tokenize_s: seconds from entry to ids.
+        timeout_s: seconds after `started` when to give up; None never.
         cancel: set by whoever gives up.
     """
 
@@ -55,6 +57,7 @@ class Request:
     store: bool
     started: float
     tokenize_s: float
+    timeout_s: float | None = None
     cancel: threading.Event = field(default_factory=threading.Event)
 
 
@@ -89,6 +92,7 @@ class Served:
         fallback_reason: why less was reused than was found.
         new: stretches of the prompt that nothing stored holds.
         queue_s, lookup_s, prefill_s: seconds, see `Timing`.
+        stored_tokens: tokens added to the store so far.
     """
 
     plan: Plan
@@ -98,6 +102,7 @@ class Served:
     queue_s: float
     lookup_s: float
     prefill_s: float
+    stored_tokens: int = 0
 
     def usage(self, completion_tokens: int = 0) -> Usage:
         """Tokens of the request."""
@@ -108,6 +113,7 @@ class Served:
             repaired_tokens=len(self.executed.repaired),
             computed_tokens=math.ceil(self.executed.charged - 1e-6),
             completion_tokens=completion_tokens,
+            stored_tokens=self.stored_tokens,
         )
 
     def timing(self, request: Request, *, ttft_s: float, total_s: float, store_s: float) -> Timing:
@@ -182,7 +188,7 @@ class Serving:
         first: list[float] = []
         settings = generation_settings(self._runner.model, self._tokenizer, request.sampling, room)
         answer = Answer(
-            self._decode,
+            lambda ids: self._decode(ids, request.sampling.skip_special_tokens),
             prompt_tokens=n,
             eos=frozenset(settings.eos_token_id or ()),
             stops=stops,
@@ -211,12 +217,14 @@ class Serving:
         ids = np.concatenate([request.ids, np.asarray(answer[: end - n], dtype=np.int32)])
         exact_until = end if not served.plan.runs else served.plan.pure_until
         kept = self._keeper.keep_prompt(request.scope, ids, kv, new=new, exact_until=exact_until)
-        self._drop_forgotten(request, kept)
+        served.stored_tokens = sum(map(len, kept))
+        self._drop_forgotten(request, served, kept)
 
-    def _drop_forgotten(self, request: Request, kept: Sequence[str]) -> None:
+    def _drop_forgotten(self, request: Request, served: Served, kept: Sequence[ChunkHeader]) -> None:
         """Undo what was kept if it was forgotten in the meantime, by somebody who cannot have seen all of it."""
         if not request.store:
-            self._library.delete(kept)
+            self._library.delete([header.key for header in kept])
+            served.stored_tokens = 0
 
     def _plan(self, request: Request) -> tuple[Plan, str | None, tuple[tuple[int, int], ...]]:
         n = len(request.ids)
@@ -271,10 +279,12 @@ class Serving:
             except Cancelled:
                 pass  # what was generated so far stays the answer
 
-    def _decode(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         if self._tokenizer is None:
             return ""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
         return text
 
     def _generation(
@@ -298,6 +308,39 @@ class Serving:
             usage=served.usage(len(answer.ids)),
             timing=timing,
             fallback_reason=served.fallback_reason,
+        )
+
+
+@contextmanager
+def deadline(request: Request) -> Iterator[None]:
+    """Cancel the request when its time is over.
+
+    Raises:
+        RequestTimeoutError: it was over before the block was left.
+    """
+    if request.timeout_s is None:
+        yield
+        return
+    expired = threading.Event()
+
+    def expire() -> None:
+        expired.set()
+        request.cancel.set()
+
+    left = request.started + request.timeout_s - time.perf_counter()
+    timer = threading.Timer(max(left, 0.0), expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Cancelled:
+        if not expired.is_set():
+            raise
+    finally:
+        timer.cancel()
+    if expired.is_set():
+        raise RequestTimeoutError(
+            f"no answer within timeout_s={request.timeout_s:g}; allow more time, fewer max_tokens or a shorter prompt"
         )
 
 

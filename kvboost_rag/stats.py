@@ -28,6 +28,7 @@ class Usage:
         computed_tokens: every token that ran before the first answer token, each pass charged by its share of
             the layers, rounded up.
         completion_tokens: tokens generated.
+        stored_tokens: tokens of the prompt and its answer whose KV was added to the store.
     """
 
     prompt_tokens: int
@@ -36,6 +37,7 @@ class Usage:
     repaired_tokens: int = 0
     computed_tokens: int = 0
     completion_tokens: int = 0
+    stored_tokens: int = 0
 
     @property
     def new_tokens(self) -> int:
@@ -147,7 +149,8 @@ class EngineStats:
 
     Attributes:
         requests: finished prefills.
-        exact_tokens, approximate_tokens, repaired_tokens, computed_tokens, prompt_tokens: sums of usage.
+        prompt_tokens, exact_tokens, approximate_tokens, repaired_tokens, computed_tokens, completion_tokens,
+            stored_tokens: sums of usage.
         fallbacks: requests by fallback reason.
         chunks, stored_bytes, budget_bytes, pinned_bytes: state of the RAM store.
         evictions, rejections: chunks pushed out of, or refused by, the RAM store.
@@ -160,6 +163,7 @@ class EngineStats:
     repaired_tokens: int = 0
     computed_tokens: int = 0
     completion_tokens: int = 0
+    stored_tokens: int = 0
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     chunks: int = 0
     stored_bytes: int = 0

@@ -7,12 +7,13 @@ import contextlib
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from .stats import Delta, Generation
 
 Feed: TypeAlias = Callable[[Callable[[Delta], None]], Generation]
 _Item: TypeAlias = Delta | BaseException
+T = TypeVar("T")
 
 
 class Deltas(Iterator[Delta]):
@@ -63,7 +64,7 @@ async def astream(feed: Feed, cancel: threading.Event) -> AsyncGenerator[Delta, 
         with contextlib.suppress(RuntimeError):  # the loop may be gone when a cancelled answer ends
             loop.call_soon_threadsafe(out.put_nowait, item)
 
-    work = asyncio.ensure_future(asyncio.to_thread(_run, feed, put))
+    work = _own_thread(lambda: _run(feed, put))
     try:
         while True:
             delta = _delta_or_raise(await out.get())
@@ -77,7 +78,7 @@ async def astream(feed: Feed, cancel: threading.Event) -> AsyncGenerator[Delta, 
 
 async def in_thread(work: Callable[[], Generation], cancel: threading.Event) -> Generation:
     """Run ``work`` off the event loop; cancelling the task sets ``cancel`` and waits for the thread."""
-    running = asyncio.ensure_future(asyncio.to_thread(work))
+    running = _own_thread(work)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
@@ -85,6 +86,35 @@ async def in_thread(work: Callable[[], Generation], cancel: threading.Event) -> 
         with contextlib.suppress(Exception):
             await running
         raise
+
+
+def _own_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Run ``work`` in a thread of its own.
+
+    Requests wait for the model: in asyncio's shared pool a few dozen of them would leave no worker to anybody else.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)  # type: ignore[arg-type]
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:  # it is raised again in whoever waits
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop may be gone when a cancelled answer ends
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="kvboost-answer", daemon=True).start()
+    return done
 
 
 def _run(feed: Feed, put: Callable[[_Item], None]) -> None:
