@@ -133,6 +133,11 @@ class Engine:
         """The configuration the engine was made with."""
         return self._config
 
+    @property
+    def window_tokens(self) -> int:
+        """Most tokens that prompt and answer may have together: the model's context window."""
+        return self._window_tokens
+
     def __enter__(self) -> Engine:
         return self
 
