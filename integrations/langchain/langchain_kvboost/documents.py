@@ -1,0 +1,288 @@
+"""Warming LangChain documents: rendered as the chain will render them, in batches, from any iterable."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import fields
+from hashlib import blake2b
+from typing import Any, TypeAlias, TypeVar
+
+from langchain_core.documents import Document
+from langchain_core.prompts import BasePromptTemplate, format_document
+from langchain_core.runnables import run_in_executor
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
+from tqdm.auto import tqdm
+
+from kvboost_rag import ConfigError, Engine, PromptError, WarmReport
+
+T = TypeVar("T")
+DocumentPrompt: TypeAlias = BasePromptTemplate[Any] | Callable[[Document], str]
+
+BATCH_DOCUMENTS = 32  # several packs of the engine; an async call can be cancelled between two batches
+TAIL_CHARACTERS = 48  # of a text: enough to see how its last word becomes tokens
+NEXT_TEXT = "A"  # stands for the document behind a separator
+
+
+def warm_documents(
+    engine: Engine,
+    docs: Iterable[Document],
+    *,
+    document_prompt: DocumentPrompt | None = None,
+    separator: str = "\n\n",
+    namespace: str | None = None,
+    batch_size: int = BATCH_DOCUMENTS,
+    show_progress: bool = False,
+) -> WarmReport:
+    """Compute and keep the KV of documents, as the text a chain will render: for stores filled earlier, or a restart.
+
+    A second call over the same documents computes nothing. Batches that were warmed before an error stay warm.
+
+    Args:
+        engine: the engine the chat model uses.
+        docs: any iterable; read batch by batch, and never held as a whole.
+        document_prompt: how the chain renders a document: the prompt of `create_stuff_documents_chain`, or a function;
+            its `page_content` if None.
+        separator: what the chain puts between two documents. It is warmed with the text only if this tokenizer merges
+            it with the end of the text, so that the text's last tokens would not be found without it.
+        namespace: tenant that may use them; the engine's default if None.
+        batch_size: documents per call of the engine, which encodes neighbours together.
+        show_progress: draw a progress bar.
+
+    Returns:
+        The engine's report, summed. It counts distinct texts: a duplicate is warmed once and counted once.
+
+    Raises:
+        PromptError: a document cannot be rendered; says which, and why.
+        ConfigError: an argument has no such value, or the engine reuses nothing.
+    """
+    warmer = DocumentWarmer(
+        engine, document_prompt=document_prompt, separator=separator, namespace=namespace, batch_size=batch_size
+    )
+    report = warmer.warm([])  # bad arguments raise before the first document is asked for
+    with progress(size_of(docs), show_progress) as bar:
+        for count, texts in warmer.batches(docs):
+            report = add_reports(report, warmer.warm(texts))
+            bar.update(count)
+    return report
+
+
+async def awarm_documents(
+    engine: Engine,
+    docs: Iterable[Document],
+    *,
+    document_prompt: DocumentPrompt | None = None,
+    separator: str = "\n\n",
+    namespace: str | None = None,
+    batch_size: int = BATCH_DOCUMENTS,
+    show_progress: bool = False,
+) -> WarmReport:
+    """`warm_documents` off the event loop. Cancelling the task ends it after the batch that is running."""
+    warmer = DocumentWarmer(
+        engine, document_prompt=document_prompt, separator=separator, namespace=namespace, batch_size=batch_size
+    )
+    report = await off_loop(lambda: warmer.warm([]))
+    batches = warmer.batches(docs)
+    with progress(size_of(docs), show_progress) as bar:
+        while (batch := await off_loop(lambda: next(batches, None))) is not None:
+            count, texts = batch
+            report = add_reports(report, await off_loop(lambda texts=texts: warmer.warm(texts)))  # type: ignore[misc]
+            bar.update(count)
+    return report
+
+
+def stored_documents(vector_store: VectorStore) -> Iterator[Document]:
+    """Every document of a vector store that can be enumerated, with its id: FAISS and `InMemoryVectorStore`.
+
+    Example:
+        >>> warm_documents(engine, stored_documents(FAISS.load_local(...)))
+
+    Raises:
+        ConfigError: this store cannot be enumerated.
+    """
+    store = unwrapped(vector_store)
+    if isinstance(store, InMemoryVectorStore):
+        entries = list(store.store.values())
+        return (Document(id=e["id"], page_content=e["text"], metadata=e["metadata"]) for e in entries)
+    if _is_faiss(store):
+        ids = list(store.index_to_docstore_id.values())
+        return (found for found in (_from_docstore(store.docstore, name) for name in ids) if found is not None)
+    raise ConfigError(
+        f"a {type(store).__name__} cannot be enumerated; give the documents themselves: warm_documents(engine, docs)"
+    )
+
+
+def stored_count(vector_store: VectorStore) -> int | None:
+    """How many documents `stored_documents` will give; None for a store that cannot be enumerated."""
+    store = unwrapped(vector_store)
+    if isinstance(store, InMemoryVectorStore):
+        return len(store.store)
+    return len(store.index_to_docstore_id) if _is_faiss(store) else None
+
+
+def unwrapped(vector_store: VectorStore) -> Any:
+    """The store inside a `KVBoostVectorStore`; another store itself."""
+    return getattr(vector_store, "inner", vector_store)
+
+
+def text_key(text: str) -> bytes:
+    """What identifies a text: equal for equal texts."""
+    return blake2b(text.encode(), digest_size=16).digest()
+
+
+def add_reports(one: WarmReport, other: WarmReport) -> WarmReport:
+    """Both reports as one."""
+    return WarmReport(**{part.name: getattr(one, part.name) + getattr(other, part.name) for part in fields(WarmReport)})
+
+
+def progress(total: int | None, show: bool) -> tqdm[Any]:
+    """A bar that counts documents."""
+    return tqdm(total=total, desc="warming", unit="doc", disable=not show)
+
+
+def size_of(docs: Iterable[Document]) -> int | None:
+    """How many documents there are, if that can be known without reading them."""
+    return len(docs) if isinstance(docs, Sized) else None
+
+
+async def off_loop(work: Callable[[], T]) -> T:
+    """Run in a thread; a thread cannot be stopped, so that cancelling the task takes effect when it is done."""
+    return await finished(run_in_executor(None, work))
+
+
+async def finished(work: Coroutine[Any, Any, T]) -> T:
+    """Await, and when cancelled let the work end first: what comes next must not run beside it."""
+    running = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # seen: asyncio would report an error nobody asked for
+        raise
+
+
+class DocumentWarmer:
+    """Renders documents as a chain does and warms the texts; the arguments are those of `warm_documents`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        document_prompt: DocumentPrompt | None,
+        separator: str,
+        namespace: str | None,
+        batch_size: int,
+    ) -> None:
+        if (
+            document_prompt is not None
+            and not isinstance(document_prompt, BasePromptTemplate)
+            and not callable(document_prompt)
+        ):
+            raise ConfigError(
+                f"document_prompt is a {type(document_prompt).__name__}; give a prompt template, as to "
+                "create_stuff_documents_chain, or a function from a Document to a string"
+            )
+        if not isinstance(separator, str):
+            raise ConfigError(f"separator is {separator!r}; it must be a string, such as '\\n\\n'")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
+        self._engine, self._prompt, self._separator = engine, document_prompt, separator
+        self._namespace, self.batch_size = namespace, batch_size
+
+    def warm(self, texts: Sequence[str]) -> WarmReport:
+        """Warm rendered texts in one call of the engine."""
+        return self._engine.warm([self._with_border(text) for text in texts], namespace=self._namespace)
+
+    def forget(self, texts: Sequence[str]) -> int:
+        """Drop the KV of rendered texts, warmed or seen inside prompts; returns how many chunks held them."""
+        return self._engine.forget([self._with_border(text) for text in texts], namespace=self._namespace)
+
+    def batches(self, docs: Iterable[Document]) -> Iterator[tuple[int, list[str]]]:
+        """Distinct rendered texts in batches, each with the number of documents they stand for."""
+        seen: set[bytes] = set()
+        texts: list[str] = []
+        count = 0
+        for doc in docs:
+            text = self.render(doc)
+            count += 1
+            key = text_key(text)
+            if key not in seen:
+                seen.add(key)
+                texts.append(text)
+            if len(texts) == self.batch_size:
+                yield count, texts
+                texts, count = [], 0
+        if count:
+            yield count, texts
+
+    def render(self, doc: Document) -> str:
+        """The text of a document inside a prompt.
+
+        Raises:
+            PromptError: it cannot be rendered, or the result is not text.
+        """
+        if not isinstance(doc, Document):
+            raise PromptError(f"docs holds a {type(doc).__name__}; give LangChain Documents")
+        text = self._rendered(doc)
+        if not isinstance(text, str):
+            raise PromptError(f"document_prompt gave a {type(text).__name__} for {_name(doc)}; it must give a string")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(
+                f"the text of {_name(doc)} holds {text[error.start]!r} at character {error.start}, half of a surrogate "
+                "pair, which is no text; decode the source with errors='replace'"
+            ) from error
+        return text
+
+    def _rendered(self, doc: Document) -> Any:
+        prompt = self._prompt
+        if prompt is None:
+            return doc.page_content
+        if isinstance(prompt, BasePromptTemplate):
+            missing = sorted(set(prompt.input_variables) - {"page_content", *doc.metadata})
+            if missing:
+                raise PromptError(
+                    f"{_name(doc)} has no metadata {', '.join(map(repr, missing))}, which document_prompt asks for; "
+                    f"add it to the document, or take it out of the prompt (the document has {sorted(doc.metadata)})"
+                )
+        try:
+            return format_document(doc, prompt) if isinstance(prompt, BasePromptTemplate) else prompt(doc)
+        except Exception as error:
+            raise PromptError(f"document_prompt failed on {_name(doc)}: {error!r}; mend it or the document") from error
+
+    def _with_border(self, text: str) -> str:
+        """The text, and the separator if the text's last tokens are only met together with it."""
+        if not self._separator or not text:
+            return text
+        tail = text[-TAIL_CHARACTERS:]
+        met = self._engine.tokenize(tail + self._separator + NEXT_TEXT)
+        alone = self._engine.tokenize(tail)
+        if met[: len(alone)] == alone:
+            return text
+        longer = self._engine.tokenize(tail + self._separator)
+        return text + self._separator if _shared(longer, met) > _shared(alone, met) else text
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    """How many first tokens are equal."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _name(doc: Document) -> str:
+    return f"document {doc.id!r}" if doc.id else f"the document that begins {doc.page_content[:40]!r}"
+
+
+def _is_faiss(store: Any) -> bool:
+    """Whether it is laid out as the FAISS store of langchain-community is, which is not imported for this."""
+    ids, docstore = getattr(store, "index_to_docstore_id", None), getattr(store, "docstore", None)
+    return isinstance(ids, Mapping) and hasattr(docstore, "search")
+
+
+def _from_docstore(docstore: Any, name: str) -> Document | None:
+    found = docstore.search(name)
+    if not isinstance(found, Document):  # a docstore answers with a message instead
+        return None
+    return found if found.id is not None else found.model_copy(update={"id": name})
