@@ -217,3 +217,94 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "reasoning": lambda: byte_level(REASONING, CHATML, ["<think>", "</think>"], eos_token="<|im_end|>"),
 }
 NO_SYSTEM = {"mistral", "mistral-tokens", "mistral-legacy", "gemma2"}
+
+# The tools branches of three more families, shortened.
+LLAMA31_TOOLS = """{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{%- if tools is not none %}
+    {{- "Environment: ipython\\n" }}
+{%- endif %}
+{{- system_message + "<|eot_id|>" }}
+{%- if tools is not none %}
+    {{- '<|start_header_id|>user<|end_header_id|>\\n\\nAnswer with JSON for a function call: ' }}
+    {{- '{"name": function name, "parameters": dictionary of arguments}.\\n\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson(indent=4) + "\\n\\n" }}
+    {%- endfor %}
+    {{- messages[0]['content'] | trim + "<|eot_id|>" }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' or message.role == 'ipython' %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" + message.content + "<|eot_id|>" }}
+    {%- elif message.tool_calls %}
+        {%- if message.tool_calls | length != 1 %}
+            {{- raise_exception("This model only supports single tool-calls at once!") }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
+        {{- call.arguments | tojson + "}<|eot_id|>" }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+MISTRAL_TOOLS = """{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}{%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
+{{- bos_token }}
+{%- set ns = namespace(turn=0) %}
+{%- for message in loop_messages %}
+    {%- if message.role in ("user", "assistant") and not message.tool_calls %}
+        {%- if (message.role == "user") != (ns.turn % 2 == 0) %}
+            {{- raise_exception("After the optional system message, conversation roles must alternate") }}
+        {%- endif %}
+        {%- set ns.turn = ns.turn + 1 %}
+    {%- endif %}
+    {%- if message.role == "user" %}
+        {%- if tools is not none and (message == user_messages[-1]) %}
+            {{- "[AVAILABLE_TOOLS] " + tools | tojson + "[/AVAILABLE_TOOLS]" }}
+        {%- endif %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message.content + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message.content + "[/INST]" }}
+        {%- endif %}
+    {%- elif message.tool_calls %}
+        {{- "[TOOL_CALLS] [" }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id is not defined or call.id | length != 9 %}
+                {{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+            {%- endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}
+            {{- "]" + eos_token if loop.last else ", " }}
+        {%- endfor %}
+    {%- elif message.role == "assistant" %}
+        {{- " " + message.content | trim + eos_token }}
+    {%- elif message.role == "tool" %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content }}
+        {{- ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- raise_exception("Only user, assistant and tool roles are supported") }}
+    {%- endif %}
+{%- endfor %}
+"""
+PHI4_TOOLS = (
+    "{% for message in messages %}{% if message['role'] == 'system' and tools %}"
+    "{{ '<|system|>' + message['content'] + '<|tool|>' + tools | tojson + '<|/tool|><|end|>' }}"
+    "{% else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
