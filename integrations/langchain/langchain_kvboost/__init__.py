@@ -2,5 +2,7 @@
 
 from .chat_models import ChatKVBoost
 from .engines import release_engines, shared_engine
+from .errors import PromptOverflowError
+from .llms import KVBoostLLM
 
-__all__ = ["ChatKVBoost", "release_engines", "shared_engine"]
+__all__ = ["ChatKVBoost", "KVBoostLLM", "PromptOverflowError", "release_engines", "shared_engine"]

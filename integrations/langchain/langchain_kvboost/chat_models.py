@@ -1,82 +1,50 @@
-"""A LangChain chat model that answers with an engine, and so reuses the KV of documents wherever they stand."""
+"""A LangChain chat model that answers with an engine: what it read before is reused wherever it stands."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel
+from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
+from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import run_in_executor
-from pydantic import ConfigDict, Field, SkipValidation, model_validator
+from langchain_core.runnables import Runnable, run_in_executor
+from pydantic import BaseModel
 
-from kvboost_rag import ConfigError, Delta, Engine, EngineConfig, Generation, SamplingParams
+from kvboost_rag import ConfigError, Engine, Generation, WarmReport
+from kvboost_rag.tools import Dialect, Reply, Turn
 
-from .engines import shared_engine
+from .errors import translated
 from .messages import response_metadata, to_prompt, usage_metadata
+from .options import EngineOptions
+from .tools import ToolLike, call_deltas, calls_of, choice_of, describe, schema_of_format, structured
 
-Reuse: TypeAlias = Literal["off", "exact", "approximate"]
+Method = Literal["json_schema", "function_calling", "json_mode"]
+_TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "strict", "response_format"})
+_STEERING = frozenset({"stream", "ls_structured_output_format"})  # these only steer LangChain itself
 
-SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "seed")
-CALL_FIELDS = frozenset((*SAMPLING_FIELDS, "namespace", "reuse"))
 
-
-class ChatKVBoost(BaseChatModel):
-    """Chat with a local Hugging Face model; retrieved documents that were read before are not read again.
+class ChatKVBoost(EngineOptions, BaseChatModel):
+    """Chat with a local Hugging Face model; documents and tools that were read before are not read again.
 
     Example:
         >>> llm = ChatKVBoost(model="HuggingFaceTB/SmolLM2-135M-Instruct", max_tokens=64)
         >>> llm.invoke("Why is the sky blue?").content
 
-    `input_tokens` of the usage counts reused tokens too; `cache_read` says how many were reused. The response metadata
-    holds the rest: exact, approximate, repaired and computed tokens, `ttft_s`, `finish_reason`, `fallback_reason`.
+    `input_tokens` of the usage counts reused tokens too; `cache_read` says how many were reused, `cache_creation` how
+    many were added to the store. The response metadata holds the rest: exact, approximate, repaired and computed
+    tokens, `ttft_s`, `finish_reason`, `fallback_reason`.
 
-    Each sampling field, `namespace` and `reuse` may also be given per call (or with `bind`); other keywords raise.
+    Each sampling field, `namespace`, `reuse` and `timeout` may also be given per call (or with `bind`); other keywords
+    raise. A message's `name` is given to the chat template; most templates show it to nobody.
     """
 
-    engine: Annotated[Engine | None, SkipValidation] = Field(default=None, exclude=True, repr=False)
-    """An engine to use. Give this or `model`."""
-    model: str | None = None
-    """Hugging Face id or folder. Loaded at the first call; one engine per model and configuration and process."""
-    engine_config: EngineConfig | None = None
-    """Configuration of the engine of `model`."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    max_tokens: int = 256
-    """Most tokens of an answer."""
-    top_p: float | None = None
-    """None: what the model's own generation config says."""
-    top_k: int | None = None
-    """None: what the model's own generation config says."""
-    seed: int | None = None
-    """Makes sampling repeatable."""
-    stop: list[str] | None = None
-    """Strings that end every answer; stops given per call are added."""
-    streaming: bool = False
-    """Whether `invoke` streams inside, so that callbacks see every piece."""
-    namespace: str | None = None
-    """Tenant whose documents may be reused; None is the engine's default."""
-    reuse: Reuse | None = None
-    """What may be reused, no wider than the engine was made for; None is the engine's mode."""
-
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
-
-    @model_validator(mode="after")
-    def _check_arguments(self) -> ChatKVBoost:
-        if (self.engine is None) == (self.model is None):
-            raise ConfigError("ChatKVBoost needs either engine= or model=, and not both")
-        if self.engine is not None and self.engine_config is not None:
-            raise ConfigError("engine_config= has no effect on an engine that exists; configure the engine itself")
-        self._sampling(None, {})  # a bad value raises here and not at the first question
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> ChatKVBoost:
-        memo = {} if memo is None else memo
-        memo[id(self.engine)] = self.engine  # a copy asks the same engine
-        return super().__deepcopy__(memo)
+    tool_format: str | None = None
+    """How calls are written: "hermes", "llama3", "mistral" or "json"; None takes the chat template's own way."""
 
     @property
     def _llm_type(self) -> str:
@@ -84,23 +52,30 @@ class ChatKVBoost(BaseChatModel):
 
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
-        """Everything that changes an answer: LangChain's response cache keys on this."""
-        config = self.engine.config if self.engine is not None else self.engine_config or EngineConfig()
-        return {
-            "model": self._model_name(),
-            "fingerprint": None
-            if self.engine is None
-            else self.engine.fingerprint,  # names do not tell all models apart
-            "engine_config": repr(config),
-            "stop_sequences": self.stop,
-            "namespace": self.namespace,
-            "reuse": self.reuse,
-            **{name: getattr(self, name) for name in SAMPLING_FIELDS},
-        }
+        return {**self._identity(), "tool_format": self.tool_format}
 
-    def get_engine(self) -> Engine:
-        """The engine, loading the model if this is the first use."""
-        return self.engine if self.engine is not None else shared_engine(str(self.model), self.engine_config)
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        stops = self._sampling(stop, {}).stop
+        params = super()._get_ls_params(stop=list(stops) or None, **kwargs)
+        params["ls_provider"] = "kvboost"
+        params.setdefault("ls_model_name", self._name_of_model())
+        return params
+
+    def _resolve_model_profile(self) -> ModelProfile | None:
+        profile = ModelProfile(
+            text_inputs=True,
+            image_inputs=False,
+            audio_inputs=False,
+            video_inputs=False,
+            text_outputs=True,
+            tool_calling=True,
+            tool_choice=True,
+            tool_call_streaming=True,
+            structured_output=True,
+        )
+        if self.engine is not None:  # a model that is not loaded yet is not loaded for this
+            profile["max_input_tokens"] = self.engine.window_tokens
+        return profile
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
@@ -109,11 +84,95 @@ class ChatKVBoost(BaseChatModel):
         ids: list[int] = self.get_engine().tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Tokens of a conversation as it will run, the chat template's own included."""
-        if tools:
-            raise ConfigError("tools cannot be counted: this chat model does not take tools yet")
-        return len(self.get_engine().tokenize(to_prompt(messages)))
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[ToolLike] | None = None) -> int:
+        """Tokens of a conversation as it will run, tool descriptions and the chat template's own included."""
+        engine = self.get_engine()
+        turn = self._dialect(engine).turn(to_prompt(messages), tools=describe(tools or ()), max_tokens=self.max_tokens)
+        return len(engine.tokenize(turn.messages, tools=turn.tools))
+
+    def bind_tools(
+        self,
+        tools: Sequence[ToolLike],
+        *,
+        tool_choice: str | bool | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        strict: bool | None = None,
+        response_format: Any = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Let the model call tools.
+
+        Args:
+            tools: pydantic classes, functions, LangChain tools, runnables, or descriptions in OpenAI's form.
+            tool_choice: "auto", "none", "any", or the name of a tool that must be called. A forced call is always
+                valid, complete JSON that fits the tool's schema: decoding is constrained.
+            parallel_tool_calls: whether a forced answer may hold several calls; one by default.
+            strict: False lets the model write its voluntary calls unconstrained. Forced ones never are.
+            response_format: what an answer that is no call must be, as in `with_structured_output`.
+            kwargs: see the class.
+        """
+        described = describe(tools)
+        choice_of(tool_choice, described)  # raises here and not at the first question
+        given = {
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+            "strict": strict,
+            "response_format": response_format,
+        }
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return cast("Runnable[LanguageModelInput, AIMessage]", self.bind(tools=described, **chosen, **kwargs))
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        method: Method = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+        """A model whose answers are objects of a schema.
+
+        Args:
+            schema: a pydantic class gives objects of it; a TypedDict, a JSON schema or a tool description gives dicts.
+            method: "json_schema" constrains the answer to the schema and shows it to the model; "function_calling"
+                forces a call of a tool with this schema; "json_mode" gives any JSON object, which the prompt describes.
+            include_raw: also give the message and the parsing error.
+            strict: accepted as in other chat models; decoding is always constrained.
+            kwargs: see the class.
+        """
+        if method not in ("json_schema", "function_calling", "json_mode"):
+            raise ConfigError(f"method is {method!r}; choose 'json_schema', 'function_calling' or 'json_mode'")
+        if schema is None and method != "json_mode":
+            raise ConfigError(f"schema is None; method={method!r} needs one, only 'json_mode' does without")
+        if method == "function_calling":
+            forced = self.bind(**kwargs) if kwargs else self
+            parsed = BaseChatModel.with_structured_output(
+                cast("BaseChatModel", forced), cast("Any", schema), include_raw=include_raw
+            )
+            return parsed
+        wanted = {"type": "json_object"} if method == "json_mode" else _response_format(schema)
+        tracing = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
+        return structured(self.bind(response_format=wanted, **tracing, **kwargs), schema, include_raw=include_raw)
+
+    def warm_tools(
+        self, tools: Sequence[ToolLike], *, system: str | None = None, namespace: str | None = None
+    ) -> WarmReport:
+        """Compute and keep the KV of tool descriptions, as this model's prompts show them.
+
+        Args:
+            tools: as for `bind_tools`. Prompts may then show them in any order, with others, behind any system prompt.
+            system: the system prompt that agents will have; prompts with it and with these tools in this order are then
+                exact hits. None: no system prompt is favoured.
+            namespace: tenant that may use them.
+        """
+        engine = self.get_engine()
+        dialect, described = self._dialect(engine), describe(tools)
+        tenant = self.namespace if namespace is None else namespace
+        if system is None:
+            return engine.warm(dialect.tool_texts(described), namespace=tenant)
+        before, text = dialect.tool_prefix(described, system)
+        return engine.warm([text], context=before, namespace=tenant)
 
     def _generate(
         self,
@@ -122,9 +181,10 @@ class ChatKVBoost(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        arguments = self._arguments(stop, kwargs)
-        engine = self.get_engine()
-        return self._result(engine, engine.generate(to_prompt(messages), **arguments), arguments["reuse"])
+        with translated():
+            call = self._call(self.get_engine(), messages, stop, kwargs)
+            generation = call.engine.generate(call.turn.messages, **call.options)
+        return self._result(call, generation)
 
     async def _agenerate(
         self,
@@ -133,9 +193,10 @@ class ChatKVBoost(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        arguments = self._arguments(stop, kwargs)
-        engine = await run_in_executor(None, self.get_engine)  # loading would block the event loop
-        return self._result(engine, await engine.agenerate(to_prompt(messages), **arguments), arguments["reuse"])
+        with translated():
+            call = await self._acall(messages, stop, kwargs)
+            generation = await call.engine.agenerate(call.turn.messages, **call.options)
+        return self._result(call, generation)
 
     def _stream(
         self,
@@ -144,16 +205,16 @@ class ChatKVBoost(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        arguments = self._arguments(stop, kwargs)
-        engine = self.get_engine()
-        # Closing stops the computation when the consumer stops reading.
-        with closing(cast("Generator[Delta]", engine.stream(to_prompt(messages), **arguments))) as deltas:
-            for delta in deltas:
-                if delta.text or delta.generation:
-                    piece = self._piece(engine, delta, arguments["reuse"])
-                    if run_manager:
-                        run_manager.on_llm_new_token(delta.text, chunk=piece)
-                    yield piece
+        with translated():
+            call = self._call(self.get_engine(), messages, stop, kwargs)
+            pieces = _Pieces(call, self._name_of_model())
+            # Closing stops the computation when the consumer stops reading.
+            with closing(call.engine.stream(call.turn.messages, **call.options)) as deltas:
+                for delta in deltas:
+                    if piece := pieces.piece(delta.text, delta.generation):
+                        if run_manager:
+                            run_manager.on_llm_new_token(piece.text, chunk=piece)
+                        yield piece
 
     async def _astream(
         self,
@@ -162,55 +223,104 @@ class ChatKVBoost(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        arguments = self._arguments(stop, kwargs)
-        engine = await run_in_executor(None, self.get_engine)
-        async with aclosing(cast("AsyncGenerator[Delta]", engine.astream(to_prompt(messages), **arguments))) as deltas:
-            async for delta in deltas:
-                if delta.text or delta.generation:
-                    piece = self._piece(engine, delta, arguments["reuse"])
-                    if run_manager:
-                        await run_manager.on_llm_new_token(delta.text, chunk=piece)
-                    yield piece
+        with translated():
+            call = await self._acall(messages, stop, kwargs)
+            pieces = _Pieces(call, self._name_of_model())
+            async with aclosing(call.engine.astream(call.turn.messages, **call.options)) as deltas:
+                async for delta in deltas:
+                    if piece := pieces.piece(delta.text, delta.generation):
+                        if run_manager:
+                            await run_manager.on_llm_new_token(piece.text, chunk=piece)
+                        yield piece
 
-    def _arguments(self, stop: list[str] | None, call: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the engine for one call: instance values, overridden by the call's."""
-        unknown = sorted(call.keys() - CALL_FIELDS - {"stream"})  # `stream` only steers LangChain itself
-        if unknown:
-            raise ConfigError(f"unknown arguments {unknown}; a call takes stop, {', '.join(sorted(CALL_FIELDS))}")
-        return {
-            "sampling": self._sampling(stop, call),
-            "namespace": call.get("namespace", self.namespace),
-            "reuse": call.get("reuse", self.reuse),
+    def _dialect(self, engine: Engine) -> Dialect:
+        return Dialect(engine.model, engine.tokenizer, self.tool_format)
+
+    async def _acall(self, messages: list[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]) -> _Call:
+        # Loading and rendering would block the event loop.
+        return await run_in_executor(None, lambda: self._call(self.get_engine(), messages, stop, call))
+
+    def _call(
+        self, engine: Engine, messages: list[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]
+    ) -> _Call:
+        call = {name: value for name, value in call.items() if name not in _STEERING}
+        asked = {name: call.pop(name) for name in _TOOL_FIELDS & call.keys()}
+        self._options(stop, call)  # unknown arguments raise before anything is prepared
+        tools = describe(asked.get("tools") or ())
+        turn = self._dialect(engine).turn(
+            to_prompt(messages),
+            tools=tools,
+            choice=choice_of(asked.get("tool_choice"), tools),
+            parallel=bool(asked.get("parallel_tool_calls")),
+            schema=schema_of_format(asked.get("response_format")),
+            strict=asked.get("strict") is not False,
+            max_tokens=call.get("max_tokens", self.max_tokens),
+        )
+        further: dict[str, Any] = {
+            "logits_processors": turn.logits_processors,
+            "skip_special_tokens": turn.skip_special_tokens,
         }
+        if turn.constrained:
+            further["stop"] = ()  # the grammar ends the answer; a stop string would cut its JSON
+        return _Call(engine, turn, {**self._options(stop, call, further), "tools": turn.tools})
 
-    def _sampling(self, stop: list[str] | None, call: Mapping[str, Any]) -> SamplingParams:
-        stops = dict.fromkeys([*_as_list(self.stop), *_as_list(stop)])
-        values = {name: call.get(name, getattr(self, name)) for name in SAMPLING_FIELDS}
-        return SamplingParams(stop=tuple(stops), **values)
-
-    def _model_name(self) -> str:
-        return str(self.model if self.engine is None else self.engine.model.name_or_path)
-
-    def _extras(self, engine: Engine, generation: Generation, reuse: Reuse | None) -> dict[str, Any]:
-        """What a finished answer reports; on the last streamed piece only, since floats cannot be merged."""
-        stores = engine.config.store_prompts and (reuse or engine.config.reuse) != "off"
-        return {
-            "usage_metadata": usage_metadata(generation, stores_prompts=stores),
-            "response_metadata": response_metadata(generation, self._model_name()),
-        }
-
-    def _result(self, engine: Engine, generation: Generation, reuse: Reuse | None) -> ChatResult:
-        message = AIMessage(content=generation.text, **self._extras(engine, generation, reuse))
+    def _result(self, call: _Call, generation: Generation) -> ChatResult:
+        reply = Reply(generation.text, (), ())
+        if call.turn.reader is not None:
+            reader = call.turn.reader()
+            reader.push(generation.text)
+            reply = reader.finish()
+        calls, invalid = calls_of(reply)
+        message = AIMessage(
+            content=reply.text,
+            tool_calls=calls,
+            invalid_tool_calls=invalid,
+            usage_metadata=usage_metadata(generation),
+            response_metadata=response_metadata(generation, self._name_of_model(), calls=bool(calls)),
+        )
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _piece(self, engine: Engine, delta: Delta, reuse: Reuse | None) -> ChatGenerationChunk:
-        if delta.generation is None:
-            return ChatGenerationChunk(message=AIMessageChunk(content=delta.text))
-        extras = self._extras(engine, delta.generation, reuse)
-        return ChatGenerationChunk(message=AIMessageChunk(content=delta.text, chunk_position="last", **extras))
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One request: where it goes, what is asked, with which options."""
+
+    engine: Engine
+    turn: Turn
+    options: dict[str, Any]
 
 
-def _as_list(stop: str | Sequence[str] | None) -> list[str]:
-    if stop is None:
-        return []
-    return [stop] if isinstance(stop, str) else list(stop)
+class _Pieces:
+    """Makes LangChain's pieces of an answer's deltas; text streams, calls wait until they are complete."""
+
+    def __init__(self, call: _Call, model_name: str) -> None:
+        self._reader = None if call.turn.reader is None else call.turn.reader()
+        self._model_name = model_name
+
+    def piece(self, text: str, generation: Generation | None) -> ChatGenerationChunk | None:
+        """The next piece, or None if there is nothing to show yet."""
+        if self._reader is not None:
+            text = self._reader.push(text)
+        if generation is None:
+            return ChatGenerationChunk(message=AIMessageChunk(content=text)) if text else None
+        reply = Reply("", (), ())
+        if self._reader is not None:
+            reply = self._reader.finish()
+            text += reply.rest
+        # Usage and statistics are on the last piece only, since merging pieces would add them up.
+        message = AIMessageChunk(
+            content=text,
+            tool_call_chunks=call_deltas(reply),
+            chunk_position="last",
+            usage_metadata=usage_metadata(generation),
+            response_metadata=response_metadata(generation, self._model_name, calls=bool(reply.calls)),
+        )
+        return ChatGenerationChunk(message=message)
+
+
+def _response_format(schema: Any) -> dict[str, Any]:
+    described = describe([schema])[0]["function"]
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": described["name"], "schema": described.get("parameters", {"type": "object"})},
+    }

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 from kvboost_rag import Engine, EngineConfig
 
-_engines: dict[tuple[str, EngineConfig], Engine] = {}
+_Key = tuple[str, EngineConfig, str]
+_engines: dict[_Key, Engine] = {}
 _lock = threading.Lock()
 
 
-def shared_engine(model: str, config: EngineConfig | None = None) -> Engine:
+def shared_engine(
+    model: str, config: EngineConfig | None = None, *, options: Mapping[str, Any] | None = None, retries: int = 0
+) -> Engine:
     """The engine of a model id or folder and configuration, loaded at the first call and then kept.
 
     Chains are often built anew for every request; keeping the engine is what keeps their documents warm. Free the
     memory with `release_engines`.
+
+    Args:
+        model: hub id or folder.
+        config: see `EngineConfig`.
+        options: further arguments of `Engine.from_pretrained`, such as ``revision`` or ``dtype``.
+        retries: how often loading is tried again after an `OSError`, which is what a failing download raises.
     """
-    key = (model, config or EngineConfig())
+    options = options or {}
+    key = (model, config or EngineConfig(), repr(sorted(options.items())))
     engine = _engines.get(key)
     if engine is None:
         with _lock:  # two threads that ask at once must not load the model twice
             engine = _engines.get(key)
             if engine is None:
-                engine = _engines[key] = Engine.from_pretrained(model, config=config)
+                engine = _engines[key] = _load(model, config, options, retries)
     return engine
 
 
@@ -33,3 +45,12 @@ def release_engines() -> None:
         _engines.clear()
     for engine in engines:
         engine.close()
+
+
+def _load(model: str, config: EngineConfig | None, options: Mapping[str, Any], retries: int) -> Engine:
+    for _ in range(retries):
+        try:
+            return Engine.from_pretrained(model, config=config, **options)
+        except OSError:
+            continue
+    return Engine.from_pretrained(model, config=config, **options)

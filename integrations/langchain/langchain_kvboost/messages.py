@@ -9,6 +9,7 @@ from langchain_core.messages import (
     AIMessage,
     BaseMessage,
     ChatMessage,
+    FunctionMessage,
     HumanMessage,
     SystemMessage,
     ToolMessage,
@@ -17,14 +18,18 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 
 from kvboost_rag import Generation, PromptError
 
+# What a model wrote besides its text: calls are in `tool_calls`, and reasoning is not shown to the model again.
+_BESIDES = frozenset({"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call"})
+_REASONING = frozenset({"reasoning", "thinking", "redacted_thinking", "reasoning_content"})
 
-def to_prompt(messages: Sequence[BaseMessage]) -> list[dict[str, str]]:
+
+def to_prompt(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """The engine's form of a conversation, in the given order.
 
     Raises:
         PromptError: a message whose role or content a text model cannot be given.
     """
-    return [{"role": role_of(message), "content": text_of(message)} for message in messages]
+    return [_message(message) for message in messages]
 
 
 def role_of(message: BaseMessage) -> str:
@@ -37,12 +42,12 @@ def role_of(message: BaseMessage) -> str:
         case ChatMessage():
             return message.role
         case SystemMessage():
-            return "system"
+            return str(message.additional_kwargs.get("__openai_role__", "system"))
         case HumanMessage():
             return "user"
         case AIMessage():
             return "assistant"
-        case ToolMessage():
+        case ToolMessage() | FunctionMessage():
             return "tool"
     raise PromptError(
         f"a {type(message).__name__} has no role in a chat template; use a system, human, AI, tool or chat message"
@@ -53,25 +58,16 @@ def text_of(message: BaseMessage) -> str:
     """The text of a message: a string as it is, text blocks joined.
 
     Raises:
-        PromptError: a block that is not text, or a tool call.
+        PromptError: a block that is not text.
     """
-    if isinstance(message, AIMessage) and message.tool_calls:
-        raise PromptError(
-            "an AIMessage holds tool calls, which this chat model cannot render yet; write them into its text"
-        )
     content = message.content
     if isinstance(content, str):
         return content
     return "".join(_block_text(block, message) for block in content)
 
 
-def usage_metadata(generation: Generation, *, stores_prompts: bool) -> UsageMetadata:
-    """LangChain's usage of an answer: `input_tokens` counts reused tokens too.
-
-    Args:
-        generation: a finished answer.
-        stores_prompts: whether the engine keeps the KV of new prompt text, so that new tokens count as written.
-    """
+def usage_metadata(generation: Generation) -> UsageMetadata:
+    """LangChain's usage of an answer: `input_tokens` counts reused tokens too."""
     usage = generation.usage
     return UsageMetadata(
         input_tokens=usage.prompt_tokens,
@@ -79,18 +75,19 @@ def usage_metadata(generation: Generation, *, stores_prompts: bool) -> UsageMeta
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         input_token_details=InputTokenDetails(
             cache_read=usage.exact_tokens + usage.approximate_tokens,
-            cache_creation=usage.new_tokens if stores_prompts else 0,
+            # An answer may be kept too, but this counts input.
+            cache_creation=min(usage.stored_tokens, usage.new_tokens),
         ),
     )
 
 
-def response_metadata(generation: Generation, model_name: str) -> dict[str, Any]:
+def response_metadata(generation: Generation, model_name: str, *, calls: bool = False) -> dict[str, Any]:
     """What `usage_metadata` has no place for: how tokens were reused, the time to the first one, why it ended."""
     usage = generation.usage
     return {
         "model_name": model_name,
         "model_provider": "kvboost",
-        "finish_reason": generation.finish_reason,
+        "finish_reason": "tool_calls" if calls else generation.finish_reason,
         "fallback_reason": generation.fallback_reason,
         "exact_tokens": usage.exact_tokens,
         "approximate_tokens": usage.approximate_tokens,
@@ -100,12 +97,36 @@ def response_metadata(generation: Generation, model_name: str) -> dict[str, Any]
     }
 
 
+def _message(message: BaseMessage) -> dict[str, Any]:
+    made: dict[str, Any] = {"role": role_of(message), "content": text_of(message)}
+    if message.name:
+        made["name"] = message.name
+    if isinstance(message, ToolMessage):
+        made["tool_call_id"] = message.tool_call_id
+    if isinstance(message, AIMessage):
+        # What could not be parsed is still what the model wrote, and what an error message behind it speaks of.
+        broken = [call["args"] or "" for call in message.invalid_tool_calls]
+        made["content"] = "\n".join(part for part in (made["content"], *broken) if part)
+        if message.tool_calls:
+            made["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": call["id"] or "",
+                    "function": {"name": call["name"], "arguments": call["args"]},
+                }
+                for call in message.tool_calls
+            ]
+    return made
+
+
 def _block_text(block: str | Mapping[str, Any], message: BaseMessage) -> str:
     if isinstance(block, str):
         return block
     kind, text = block.get("type"), block.get("text")
     if kind == "text" and isinstance(text, str):
         return text
+    if isinstance(message, AIMessage) and kind in _BESIDES | _REASONING:
+        return ""
     raise PromptError(
         f"a {type(message).__name__} holds a content block of type {kind!r}; this model reads text only: "
         "remove the block or describe it in words"

@@ -1,0 +1,119 @@
+"""A LangChain text model, for chains that expect text in and text out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, closing
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseLLM
+from langchain_core.outputs import Generation as TextGeneration
+from langchain_core.outputs import GenerationChunk, LLMResult
+from langchain_core.runnables import run_in_executor
+
+from kvboost_rag import Generation
+
+from .errors import translated
+from .messages import response_metadata, usage_metadata
+from .options import EngineOptions
+
+
+class KVBoostLLM(EngineOptions, BaseLLM):
+    """Complete text with a local Hugging Face model; documents that were read before are not read again.
+
+    The prompt runs as it stands, without a chat template: special tokens in it are honoured, and whoever writes the
+    prompt vouches for the documents in it. For an instruction-tuned model, and for documents of others, prefer
+    `ChatKVBoost`.
+
+    Example:
+        >>> llm = KVBoostLLM(model="HuggingFaceTB/SmolLM2-135M", max_tokens=32)
+        >>> llm.invoke("The capital of France is")
+
+    Usage and reuse of each answer are in its `generation_info`.
+    """
+
+    @property
+    def _llm_type(self) -> str:
+        return "kvboost"
+
+    @property
+    def _identifying_params(self) -> Mapping[str, Any]:
+        return self._identity()
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        options, engine = self._options(stop, kwargs), self.get_engine()
+        with translated():
+            answers = [engine.generate(prompt, **options) for prompt in prompts]
+        return self._llm_result(answers)
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        options = self._options(stop, kwargs)
+        engine = await run_in_executor(None, self.get_engine)  # loading would block the event loop
+        with translated():
+            answers = [await engine.agenerate(prompt, **options) for prompt in prompts]
+        return self._llm_result(answers)
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        options, engine = self._options(stop, kwargs), self.get_engine()
+        with translated(), closing(engine.stream(prompt, **options)) as deltas:
+            for delta in deltas:
+                if delta.text or delta.generation:
+                    piece = GenerationChunk(text=delta.text, generation_info=self._info(delta.generation))
+                    if run_manager:
+                        run_manager.on_llm_new_token(piece.text, chunk=piece)
+                    yield piece
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        options = self._options(stop, kwargs)
+        engine = await run_in_executor(None, self.get_engine)
+        with translated():
+            async with aclosing(engine.astream(prompt, **options)) as deltas:
+                async for delta in deltas:
+                    if delta.text or delta.generation:
+                        piece = GenerationChunk(text=delta.text, generation_info=self._info(delta.generation))
+                        if run_manager:
+                            await run_manager.on_llm_new_token(piece.text, chunk=piece)
+                        yield piece
+
+    def _info(self, generation: Generation | None) -> dict[str, Any] | None:
+        if generation is None:
+            return None
+        metadata = response_metadata(generation, self._name_of_model())
+        return {**metadata, "usage_metadata": usage_metadata(generation)}
+
+    def _llm_result(self, answers: list[Generation]) -> LLMResult:
+        totals = [usage_metadata(answer) for answer in answers]
+        usage = {
+            "prompt_tokens": sum(total["input_tokens"] for total in totals),
+            "completion_tokens": sum(total["output_tokens"] for total in totals),
+            "total_tokens": sum(total["total_tokens"] for total in totals),
+        }
+        generations = [[TextGeneration(text=answer.text, generation_info=self._info(answer))] for answer in answers]
+        return LLMResult(
+            generations=list(generations), llm_output={"token_usage": usage, "model_name": self._name_of_model()}
+        )
