@@ -129,7 +129,7 @@ class TestWarming:
 
     def test_empty_and_short_and_long(self):
         engine = engine_of()
-        docs = [Document(page_content=""), Document(page_content="river"), Document(page_content=text(1, 9000))]
+        docs = [Document(page_content=""), Document(page_content="river"), Document(page_content=text(1, 14000))]
         report = warm_documents(engine, docs)
         assert (report.documents, report.too_short, report.computed) == (3, 2, 1)
         assert report.chunks > 1  # longer than the context window: the engine cuts it

@@ -36,7 +36,8 @@ def warm_documents(
 ) -> WarmReport:
     """Compute and keep the KV of documents, as the text a chain will render: for stores filled earlier, or a restart.
 
-    A second call over the same documents computes nothing. Batches that were warmed before an error stay warm.
+    A second call over the same documents computes nothing. Batches that were warmed before an error stay warm. In exact
+    mode an engine finds a document only at the very beginning of a prompt; see `PrefixOrderCompressor` for that mode.
 
     Args:
         engine: the engine the chat model uses.

@@ -27,6 +27,7 @@ class Records:
 
     def __init__(self, *, keep_texts: bool) -> None:
         self.lock = threading.RLock()
+        self.forgets = 0  # so far: tells a call whether something was forgotten while it worked
         self._keep_texts = keep_texts
         self._key_of: dict[str, bytes] = {}
         self._ids_of: dict[bytes, set[str]] = {}
@@ -94,12 +95,14 @@ class Records:
             for name, text in texts.items():
                 self.put(name, text)
 
-    def warmed(self, texts: Iterable[str]) -> None:
-        """These texts were encoded in one call."""
+    def warmed(self, texts: Iterable[str], *, computed: bool = True) -> None:
+        """These texts were given to the engine in one call, which computed some of them, or found all of them warm."""
         with self.lock:
             group, self._next_group = self._next_group, self._next_group + 1
             for text in texts:
                 key = text_key(text)
+                if not computed and key in self._groups_of:
+                    continue
                 self._groups.setdefault(group, set()).add(key)
                 groups = self._groups_of.setdefault(key, [])
                 groups.append(group)
@@ -119,6 +122,7 @@ class Records:
     def forgotten(self, texts: Iterable[str]) -> set[str]:
         """Strike texts whose KV is gone; returns ids of the documents that may have lost theirs with it."""
         with self.lock:
+            self.forgets += 1
             keys = {text_key(text) for text in texts}
             alike = keys.union(*(self._alike(key) for key in keys))
             groups = {group for key in alike for group in self._groups_of.get(key, ())}

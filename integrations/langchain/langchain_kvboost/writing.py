@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -51,6 +52,8 @@ class Writer:
         # Without get_by_ids the text of a deleted document can only come from a record of one's own.
         self._gives_back = type(inner).get_by_ids is not VectorStore.get_by_ids
         self._records = Records(keep_texts=not self._gives_back)
+        # One batch or one forgetting at a time: what is encoded behind a text must be known when that is forgotten.
+        self._encoding = threading.Lock()
 
     def run(self, steps: Steps[T]) -> T:
         """Run a write in the calling thread."""
@@ -118,6 +121,7 @@ class Writer:
         try:
             try:
                 touched = call is None
+                forgets = self._records.forgets
                 yield from self._warming(texts, show_progress=self._show_progress)
                 vectors = _vectors(self.inner)
                 touched = True
@@ -132,6 +136,8 @@ class Writer:
             yield lambda: self._records.put_all(
                 (name, actual.get(name, text)) for name, text in zip(added, texts, strict=False)
             )
+            if self._records.forgets != forgets:  # and what was not recorded yet may have gone with it
+                yield from self._warming(texts)
         finally:
             yield lambda: self._records.release(texts)
             yield from self._forgetting([*texts, *replaced.values()])
@@ -144,8 +150,12 @@ class Writer:
         try:
             yield lambda: _drop_vectors(self.inner, vectors)
             now = yield from self._held(names)
-            stored = now if self._gives_back else dict.fromkeys(set(names).difference(self._records.ids()))
-            if added := [name for name in stored if name not in before]:
+            if self._gives_back:
+                added = [name for name in now if name not in before]
+            else:
+                known: list[str] = yield self._records.ids
+                added = sorted(set(names).difference(known))
+            if added:
                 yield Inner("delete", (added,))
             if changed := [document for name, document in before.items() if now.get(name) != document]:
                 yield Inner("add_documents", (changed,), {"ids": [document.id for document in changed]})
@@ -157,7 +167,7 @@ class Writer:
         named = ids
         if named is None:
             yield self._synchronise
-            named = self._records.ids()
+            named = yield self._records.ids
         texts = yield from self._texts(named)
         surely = False
         try:
@@ -189,12 +199,16 @@ class Writer:
         with progress(len(distinct), show_progress) as bar:
             for start in range(0, len(distinct), self._warmer.batch_size):
                 batch = distinct[start : start + self._warmer.batch_size]
-                done: WarmReport = yield functools.partial(self._warmer.warm, batch)
-                if done.chunks:
-                    yield functools.partial(self._records.warmed, batch)
+                done: WarmReport = yield functools.partial(self._warm_batch, batch)
                 report = add_reports(report, done)
                 bar.update(len(batch))
         return report
+
+    def _warm_batch(self, batch: list[str]) -> WarmReport:
+        with self._encoding:
+            report = self._warmer.warm(batch)
+            self._records.warmed(batch, computed=report.chunks > 0)
+            return report
 
     def _forgetting(self, texts: list[str]) -> Steps[None]:
         """Forget texts no document has, then warm what may have gone with them."""
@@ -216,7 +230,7 @@ class Writer:
         if not records.unneeded(texts):
             return set()
         self._synchronise()
-        with records.lock:  # or an add could find a text warm that is being forgotten
+        with self._encoding, records.lock:  # or an add could find a text warm that is being forgotten
             unneeded = records.unneeded(texts)
             try:
                 dropped = self._warmer.forget(unneeded) if unneeded else 0
@@ -242,7 +256,9 @@ class Writer:
         if not wanted or not self._gives_back:
             return {}
         found: list[Document] = yield Inner("get_by_ids", (wanted,))
-        return {str(document.id): document for document in found}
+        # Documents of FAISS stores that an older version wrote do not know their ids.
+        names_found = wanted if len(found) == len(wanted) else [""] * len(found)
+        return {document.id or name: document for name, document in zip(names_found, found, strict=True)}
 
     def _texts(self, names: Iterable[str]) -> Steps[dict[str, str]]:
         """Rendered texts of documents the inner store holds, by id."""
