@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 LONGEST = 512  # tokens that a walk to the end takes beyond what was expected; a longer one has gone astray
-FEW = 16  # so many ways to go on are a choice between names, more are the letters of a text
+FEW = 8  # so many ways to go on are a choice between names, more are the letters of a text
 SUFFIXES = 48  # endings of the last known ending that are tried
 _UNKNOWN = 64  # bytes of a text whose pattern says nothing about its length
 _LAST_ANCHOR = re.compile(r"(?<!\\)[$]$")
@@ -199,16 +199,21 @@ class Closer:
         Returns:
             None if none was found.
         """
+        found = self.familiar(matcher, known)
+        return self._walk(matcher.deep_copy(), list(known), samples, limit) if found is None else found
+
+    def familiar(self, matcher: LLMatcher, known: Sequence[int]) -> list[int] | None:
+        """The part of a known ending that is an ending here too; much faster than looking for another."""
         if matcher.is_accepting():
             return []
         known = list(known)
-        for size in range(1, min(len(known), SUFFIXES) + 1):
+        for rest in (known[1:], known):  # the token took the place of one of them, or made no difference
+            if rest and self.ends(matcher, rest):
+                return rest
+        for size in range(1, min(len(known) - 1, SUFFIXES)):
             if self.ends(matcher, known[-size:]):
                 return known[-size:]
-        for skip in (2, 1, 0):
-            if len(known) - skip > SUFFIXES and self.ends(matcher, known[skip:]):
-                return known[skip:]
-        return self._walk(matcher.deep_copy(), known, samples, limit)
+        return None
 
     def ends(self, matcher: LLMatcher, tokens: Sequence[int]) -> bool:
         """Whether the answer is complete behind these tokens."""

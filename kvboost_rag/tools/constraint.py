@@ -22,13 +22,23 @@ if TYPE_CHECKING:
 
 KEPT_GRAMMARS = 32  # compiled ones that are kept per tokenizer
 CANDIDATES = 8  # most likely tokens that are tried when the tokens run short
-
-_MADE: WeakKeyDictionary[Any, _Shelf]
-_MADE_LOCK = threading.Lock()
+WALKS = 3  # of these, so many are followed to an end that was not known before
 
 
 class ConstraintError(KVBoostError, RuntimeError):
     """An answer could not be kept to its grammar."""
+
+
+class _Shelf:
+    """Constraints of one tokenizer; its own lock, since one is long in the making."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.made: dict[Any, Constraint] = {}
+
+
+_MADE: WeakKeyDictionary[Any, _Shelf] = WeakKeyDictionary()
+_MADE_LOCK = threading.Lock()
 
 
 def constraint_for(tokenizer: Any, eos_ids: Iterable[int], vocab: int) -> Constraint:
@@ -49,15 +59,6 @@ def constraint_for(tokenizer: Any, eos_ids: Iterable[int], vocab: int) -> Constr
         if key not in shelf.made:
             shelf.made[key] = Constraint(tokenizer, key[0], vocab)
         return shelf.made[key]
-
-
-class _Shelf:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.made: dict[Any, Constraint] = {}
-
-
-_MADE = WeakKeyDictionary()
 
 
 class Constraint:
@@ -205,10 +206,16 @@ class ConstraintProcessor:
         for token in input_ids[0, self._read :].tolist():
             self._follow(token)
         self._read = length
-        keep = torch.from_numpy(self._allowed(scores)).to(scores.device)
-        out = scores.masked_fill(~keep, float("-inf"))
-        if not torch.isfinite(out[0]).any():  # another processor forbids all that is left
-            out = out.masked_fill(keep, 0.0)
+        allowed = self._allowed(scores)
+        if isinstance(allowed, torch.Tensor):
+            out = scores.masked_fill(~allowed, float("-inf"))
+            if out.max() == float("-inf"):  # another processor forbids all that is left
+                out = out.masked_fill(allowed, 0.0)
+            return out
+        few = torch.tensor([token for token in allowed if token < scores.shape[1]], device=scores.device)
+        kept = scores[0, few]
+        out = torch.full_like(scores, float("-inf"))
+        out[0, few] = kept if kept.max() > float("-inf") else torch.zeros_like(kept)
         return out
 
     def _follow(self, token: int) -> None:
@@ -225,35 +232,33 @@ class ConstraintProcessor:
         else:
             self._ending = self._end_of(self._matcher)
 
-    def _allowed(self, scores: torch.Tensor) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Which tokens may come next, bool ``(vocab,)``."""
-        width = scores.shape[1]
+    def _allowed(self, scores: torch.Tensor) -> torch.Tensor | Sequence[int]:
+        """Which tokens may come next: few ids, or bool ``(vocab,)``."""
         self._tried = {}
         if self.complete or self._matcher.is_stopped():
-            if self._matcher.is_error():
-                raise ConstraintError(f"the answer cannot be followed: {_said(self._matcher)}")
-            return _only(width, self._eos)
-        forced = [token for token in self._matcher.compute_ff_tokens()[:1] if token < width]
-        if forced and not self._scarce():
-            return _only(width, forced)
-        keep = _only(width, forced) if forced else self._mask(width)
-        if self._scarce():
-            assert self._ending is not None
-            fitting = self._fitting(keep, scores)
-            keep = _only(width, fitting or self._ending[:1] or self._eos)
-        return keep
+            self._check()
+            return self._eos
+        forced = [token for token in self._matcher.compute_ff_tokens()[:1] if token < scores.shape[1]]
+        if not self._scarce():
+            return forced or self._mask(scores)
+        assert self._ending is not None
+        return self._fitting(forced or self._likeliest(scores)) or self._ending[:1] or self._eos
 
-    def _mask(self, width: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+    def _check(self) -> None:
         if self._matcher.is_error():
             raise ConstraintError(f"the answer cannot be followed: {_said(self._matcher)}")
+
+    def _mask(self, scores: torch.Tensor) -> torch.Tensor:
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        self._check()
+        width = scores.shape[1]
         keep = np.zeros(width, dtype=np.bool_)
         common = min(width, len(bits))
         keep[:common] = bits[:common]
         keep[[token for token in self._eos if token < width]] = self._matcher.is_accepting()
         if not keep.any():
             raise ConstraintError("the grammar allows no token that the model has")
-        return keep
+        return torch.from_numpy(keep).to(scores.device)
 
     def _scarce(self) -> bool:
         """Whether one more token might oblige the answer to more than fits."""
@@ -266,28 +271,33 @@ class ConstraintProcessor:
     def _needs(self, ending: Sequence[int]) -> int:
         return len(ending) + (not self._grammar.free)
 
-    def _fitting(self, keep: np.ndarray[Any, np.dtype[np.bool_]], scores: torch.Tensor) -> list[int]:
-        """The likeliest allowed tokens behind which an ending still fits."""
-        allowed = torch.from_numpy(np.flatnonzero(keep)).to(scores.device)
-        best = scores[0, allowed].topk(min(CANDIDATES, len(allowed))).indices
-        fitting = []
-        for token in allowed[best].tolist():
+    def _likeliest(self, scores: torch.Tensor) -> list[int]:
+        keep = self._mask(scores)
+        best = scores[0].masked_fill(~keep, float("-inf")).topk(min(CANDIDATES, int(keep.sum())))
+        tokens: list[int] = best.indices.tolist()
+        return tokens
+
+    def _fitting(self, tokens: Sequence[int]) -> list[int]:
+        """Those behind which an ending still fits."""
+        fitting: list[int] = []
+        walks = 0
+        for token in tokens:
             if token in self._eos:
                 fitting.append(token)
                 continue
             ahead = self._matcher.deep_copy()
             if not ahead.consume_token(token):
                 continue
-            self._tried[token] = ending = self._end_of(ahead)
+            ending = self._closer.familiar(ahead, self._ending or ())
+            if ending is None:
+                if walks >= WALKS and fitting:
+                    continue
+                walks += 1
+                ending = self._end_of(ahead)
+            self._tried[token] = ending
             if ending is not None and self._needs(ending) < self._left:
                 fitting.append(token)
         return fitting
-
-
-def _only(width: int, tokens: Iterable[int]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    keep = np.zeros(width, dtype=np.bool_)
-    keep[[token for token in tokens if token < width]] = True
-    return keep
 
 
 def _said(matcher: LLMatcher) -> str:

@@ -263,9 +263,13 @@ def _plain(node: Any, where: str) -> dict[str, Any]:
     """A copy without what describes a value."""
     if not isinstance(node, Mapping):
         raise ConfigError(f"{where} is {node!r}; a JSON schema must be a dict or a boolean")
-    refused = [key for key in _UNSUPPORTED if key in node and node[key] is not False]
+    mixed = any(key in node for key in ("anyOf", "oneOf", "allOf", "$ref"))
+    harmless = ("uniqueItems",) if mixed else ("uniqueItems", "unevaluatedProperties")
+    refused = [key for key in _UNSUPPORTED if key in node and not (node[key] is False and key in harmless)]
     if refused:
         raise ConfigError(f"{where}: {refused[0]!r} cannot be enforced while an answer is generated; leave it out")
+    if "unevaluatedProperties" in node:  # no more than what closing does, but also where nothing is named
+        node = {"properties": {}, **node}
     dropped = (*_ANNOTATIONS, *_UNSUPPORTED)
     return {key: value for key, value in node.items() if key not in dropped and not key.startswith("x-")}
 
