@@ -281,6 +281,22 @@ class TestDeleting:
             store.delete(["d0", "d1"])
         assert warm_set(engine, documents(3)) == stored_ids(store) == {"d1", "d2"}
 
+    @pytest.mark.asyncio
+    async def test_cancelled(self, memory, engine):
+        await memory.aadd_documents(documents(2))
+        plain = memory.inner.adelete
+
+        async def adelete(ids, **kwargs):
+            await plain(ids, **kwargs)
+            task.cancel()
+            await asyncio.sleep(0.01)
+
+        memory.inner.adelete = adelete
+        task = asyncio.create_task(memory.adelete(["d0"]))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert warm_set(engine, documents(2)) == stored_ids(memory) == {"d1"}
+
     def test_store_without_get_by_ids(self, engine):
         store = KVBoostVectorStore(Blind(), engine)
         docs = documents(3)
@@ -386,6 +402,31 @@ class TestFailures:
         with pytest.raises(ConnectionError, match="went away"):
             await fragile.aadd_documents(self.attempt())
         self.check(fragile, engine)
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("cancel", [False, True])
+    async def test_failing_after_the_inner_store_has_added(self, engine, cancel):
+        store = KVBoostVectorStore(Fragile(EMBEDDINGS), engine)
+        await store.aadd_documents(documents(2))
+        plain, failed = store.inner.aget_by_ids, False
+
+        async def aget_by_ids(ids):
+            nonlocal failed
+            if "d5" in store.inner.store and not failed:
+                failed = True
+                if cancel:
+                    asyncio.get_running_loop().call_soon(task.cancel)
+                    await asyncio.sleep(0.05)
+                else:
+                    raise ConnectionError("gone")
+            return await plain(ids)
+
+        store.inner.aget_by_ids = aget_by_ids
+        task = asyncio.create_task(store.aadd_documents(self.attempt()))
+        with pytest.raises(asyncio.CancelledError if cancel else ConnectionError):
+            await task
+        assert failed
+        self.check(store, engine)
 
     def test_what_cannot_be_undone_is_noted(self, fragile):
         fragile.inner.fail_delete_at = 0

@@ -14,7 +14,7 @@ from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
 from kvboost_rag import ConfigError, Engine, WarmReport
 
-from .documents import BATCH_DOCUMENTS, DocumentPrompt, DocumentWarmer, off_loop
+from .documents import BATCH_DOCUMENTS, DocumentPrompt, DocumentWarmer, finished, off_loop
 from .writing import Writer, documents_of, names_of
 
 
@@ -205,8 +205,8 @@ class KVBoostVectorStore(VectorStore):
         return self._writer.run(self._writer.deleting(ids, kwargs))
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """`delete` off the event loop."""
-        return await self._writer.arun(self._writer.deleting(ids, kwargs))
+        """`delete` off the event loop; what was begun is finished even if the task is cancelled."""
+        return await finished(self._writer.arun(self._writer.deleting(ids, kwargs)))
 
     def warm(self) -> WarmReport:
         """Warm every document of the inner store: after wrapping a filled or a loaded one. What is warm stays as it is.

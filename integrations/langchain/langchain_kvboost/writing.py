@@ -118,18 +118,13 @@ class Writer:
         before = yield from self._held(given)
         replaced = yield from self._texts(given)
         yield lambda: self._records.claim(texts)
+        touched, vectors = call is None, None
+        forgets = self._records.forgets
         try:
-            try:
-                touched = call is None
-                forgets = self._records.forgets
-                yield from self._warming(texts, show_progress=self._show_progress)
-                vectors = _vectors(self.inner)
-                touched = True
-                added: list[str] = names if call is None else (yield call)
-            except BaseException as error:
-                if touched:
-                    yield from self._undo(error, names, before, vectors if call else None)
-                raise
+            yield from self._warming(texts, show_progress=self._show_progress)
+            vectors = _vectors(self.inner) if call else None
+            touched = True
+            added: list[str] = names if call is None else (yield call)
             repeated = {name for name, times in Counter(added).items() if times > 1}
             # Only the inner store knows what it made of an id that was there, or came twice.
             actual = (yield from self._texts(repeated | given.intersection(added))) if self._gives_back else {}
@@ -138,27 +133,45 @@ class Writer:
             )
             if self._records.forgets != forgets:  # and what was not recorded yet may have gone with it
                 yield from self._warming(texts)
+        except BaseException as error:
+            if touched:
+                yield from self._undo(error, names, before, replaced, vectors)
+            raise
         finally:
-            yield lambda: self._records.release(texts)
-            yield from self._forgetting([*texts, *replaced.values()])
+            try:
+                yield lambda: self._records.release(texts)
+            finally:  # also when it is cancelled here
+                yield from self._forgetting([*texts, *replaced.values()])
         return added
 
     def _undo(
-        self, error: BaseException, names: list[str], before: dict[str, Document], vectors: int | None
+        self,
+        error: BaseException,
+        names: list[str],
+        before: dict[str, Document],
+        replaced: dict[str, str],
+        vectors: int | None,
     ) -> Steps[None]:
-        """Put the inner store back to what it was; what cannot be is noted on the error that is raised."""
+        """Put the inner store back to what it was; what cannot be is noted on the error that is raised.
+
+        Args:
+            error: why.
+            names: ids of the call.
+            before: documents that had one of them, as far as the store gives documents back.
+            replaced: their texts.
+            vectors: see `_vectors`.
+        """
         try:
             yield lambda: _drop_vectors(self.inner, vectors)
             now = yield from self._held(names)
-            if self._gives_back:
-                added = [name for name in now if name not in before]
-            else:
-                known: list[str] = yield self._records.ids
-                added = sorted(set(names).difference(known))
+            added = [name for name in (now if self._gives_back else set(names)) if name not in {**before, **replaced}]
             if added:
                 yield Inner("delete", (added,))
-            if changed := [document for name, document in before.items() if now.get(name) != document]:
-                yield Inner("add_documents", (changed,), {"ids": [document.id for document in changed]})
+            changed = {name: document for name, document in before.items() if now.get(name) != document}
+            if changed:
+                yield Inner("add_documents", (list(changed.values()),), {"ids": list(changed)})
+            yield lambda: self._records.drop(names)
+            yield lambda: self._records.put_all(replaced.items())
         except Exception as failure:
             error.add_note(f"the {type(self.inner).__name__} may hold a part of the failed call: {failure!r}")
 
