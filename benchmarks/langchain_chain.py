@@ -1,4 +1,4 @@
-"""A LangChain RAG chain over FAISS: ours against `ChatHuggingFace` on the same weights, and warming against a plain forward.
+"""A LangChain RAG chain over FAISS against `ChatHuggingFace` on the same weights, and warming against a plain forward.
 
 Documents are pieces of about 1,000 characters. Each question's four documents come from FAISS and are put in another
 order than they were ingested or asked before. CPU seconds of one thread, arms of a question one after the other:
@@ -26,13 +26,13 @@ from langchain_community.vectorstores import FAISS
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_huggingface import ChatHuggingFace, HuggingFacePipeline
-from langchain_kvboost import ChatKVBoost, warm_documents
-from langchain_kvboost.demo.embeddings import MeanPoolingEmbeddings
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 from transformers import pipeline
 from workload import PREAMBLES, QUESTIONS, passages
 
 from kvboost_rag import Engine
+from langchain_kvboost import ChatKVBoost, warm_documents
+from langchain_kvboost.demo.embeddings import MeanPoolingEmbeddings
 
 PROMPT = ChatPromptTemplate.from_messages([("system", PREAMBLES[0]), ("human", "{context}\n\nQuestion: {question}")])
 BATCH = 8  # documents of one plain batched forward
@@ -81,7 +81,8 @@ def warming(engine: Engine, documents: Sequence[Document]) -> list[dict[str, Any
         seconds, report = cpu_seconds(lambda part=part: warm_documents(engine, part))
         ours += seconds
         tokens += report.tokens
-        plain += sum(cpu_seconds(lambda b=b: forward(engine, part[b : b + BATCH]))[0] for b in range(0, len(part), BATCH))
+        for batch in (part[at : at + BATCH] for at in range(0, len(part), BATCH)):
+            plain += cpu_seconds(lambda batch=batch: forward(engine, batch))[0]
     again = warm_documents(engine, documents)
     return [
         {"figure": "warming / plain batched forward, tokens per CPU second", "aim": 0.9, "measured": plain / ours},
@@ -114,13 +115,21 @@ def ask(
     rng.shuffle(found)
     given = {"context": "\n\n".join(document.page_content for document in found), "question": question}
     ours = PROMPT | ChatKVBoost(engine=engine, max_tokens=1)
-    generator = pipeline("text-generation", model=engine.model, tokenizer=engine.tokenizer, max_new_tokens=1, do_sample=False)
+    generator = pipeline(
+        "text-generation", model=engine.model, tokenizer=engine.tokenizer, max_new_tokens=1, do_sample=False
+    )
     full = PROMPT | ChatHuggingFace(llm=HuggingFacePipeline(pipeline=generator))
     arms: dict[str, Any] = {"ours": lambda: next(iter(ours.stream(given))), "full": lambda: full.invoke(given)}
     row: dict[str, float] = {}
     for arm in rng.sample(sorted(arms), 2):
         row[arm], _ = cpu_seconds(arms[arm])
-    prefill = engine.prefill([{"role": "user" if m.type == "human" else m.type, "content": m.content} for m in PROMPT.format_messages(**given)], store=False)
+    prefill = engine.prefill(
+        [
+            {"role": "user" if m.type == "human" else m.type, "content": m.content}
+            for m in PROMPT.format_messages(**given)
+        ],
+        store=False,
+    )
     covered, total = document_tokens(engine, prefill, [document.page_content for document in found])
     usage = prefill.usage
     return {
@@ -155,9 +164,17 @@ def summary(asked: Sequence[dict[str, float]], k: int) -> list[dict[str, Any]]:
     speedups = [row["speedup"] for row in asked]
     shares = [row["reused"] / row["document_tokens"] for row in asked]
     return [
-        {"figure": f"TTFT, ChatHuggingFace / ours, median, {k} documents", "aim": 5.0, "measured": statistics.median(speedups)},
+        {
+            "figure": f"TTFT, ChatHuggingFace / ours, median, {k} documents",
+            "aim": 5.0,
+            "measured": statistics.median(speedups),
+        },
         {"figure": "the same, p5", "aim": "–", "measured": percentile(speedups, 0.05)},
-        {"figure": "TTFT of ChatHuggingFace, median CPU s", "aim": "–", "measured": statistics.median(r["full"] for r in asked)},
+        {
+            "figure": "TTFT of ChatHuggingFace, median CPU s",
+            "aim": "–",
+            "measured": statistics.median(r["full"] for r in asked),
+        },
         {"figure": "TTFT of ours, median CPU s", "aim": "–", "measured": statistics.median(r["ours"] for r in asked)},
         {"figure": "document tokens reused, mean", "aim": 0.95, "measured": statistics.mean(shares)},
         {"figure": "document tokens reused, least", "aim": "–", "measured": min(shares)},

@@ -1,8 +1,22 @@
 """LangChain integration of kvboost-rag."""
 
 from .chat_models import ChatKVBoost
+from .documents import awarm_documents, stored_documents, warm_documents
 from .engines import release_engines, shared_engine
 from .errors import PromptOverflowError
 from .llms import KVBoostLLM
+from .ordering import PrefixOrderCompressor
+from .vectorstores import KVBoostVectorStore
 
-__all__ = ["ChatKVBoost", "KVBoostLLM", "PromptOverflowError", "release_engines", "shared_engine"]
+__all__ = [
+    "ChatKVBoost",
+    "KVBoostLLM",
+    "KVBoostVectorStore",
+    "PrefixOrderCompressor",
+    "PromptOverflowError",
+    "awarm_documents",
+    "release_engines",
+    "shared_engine",
+    "stored_documents",
+    "warm_documents",
+]
