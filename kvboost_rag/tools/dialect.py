@@ -9,9 +9,9 @@ from itertools import pairwise
 from secrets import token_hex
 from typing import Any, Literal, TypeAlias
 
-from ..errors import ConfigError, PromptError
+from ..errors import ConfigError, ContextOverflowError, PromptError
 from .calls import ReplyReader
-from .constraint import constraint_for
+from .constraint import Constraint, constraint_for
 from .formats import JSON, ToolFormat, detect, of_name
 from .grammar import (
     Grammar,
@@ -28,6 +28,7 @@ Message: TypeAlias = dict[str, Any]
 Choice: TypeAlias = Literal["auto", "none", "any"] | tuple[str, ...]  # names: one of these must be called
 
 _NONE: Choice = "none"
+_THINKING = "<think>"  # some templates open it for the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,11 @@ class Dialect:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         choice: Choice = "auto",
-        parallel: bool = False,
+        parallel: bool | None = None,
         schema: Mapping[str, Any] | Literal["any"] | None = None,
         strict: bool = True,
         max_tokens: int,
+        window_tokens: int | None = None,
     ) -> Turn:
         """What to ask of the engine.
 
@@ -90,11 +92,14 @@ class Dialect:
             tools: descriptions in OpenAI's form.
             choice: "auto" leaves it to the model, "none" shows it no tools, "any" forces a call, names force a call of
                 one of these.
-            parallel: whether a forced answer may hold several calls.
+            parallel: whether an answer may hold several calls. None: a forced one holds one, and calls that the model
+                makes of its own will may be several. What is not constrained may always hold several.
             schema: JSON schema that the answer (where it is no call) must fit; "any" for any JSON object.
             strict: whether calls that the model makes of its own will must fit their tools' schemas too, where the
                 format marks them.
             max_tokens: of the answer; a forced answer is complete within it.
+            window_tokens: of prompt and answer together; a forced answer is complete within this, too. Where not even
+                the shortest fits, generating raises `ContextOverflowError`.
 
         Raises:
             PromptError: a tool or message that cannot be rendered.
@@ -104,18 +109,18 @@ class Dialect:
         named = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools} if shown else {}
         forced = _forced(choice, named)
         told = list(messages) if schema is None or schema == "any" else _told(messages, schema)
-        rendered, native = self._rendered(told, shown)
+        rendered, text = self._rendered(told, shown)
         grammar = self._grammar(named, forced, parallel, schema, strict)
-        processors = () if grammar is None else (self._processor(grammar, max_tokens),)
+        processors = () if grammar is None else (_Processor(self._constraint(), grammar, max_tokens, window_tokens),)
         markers = bool(shown) and not set(self.format.special).isdisjoint(self._special())
-        names = tuple(named)
+        names, thinking = tuple(named), text.rstrip().endswith(_THINKING)
         return Turn(
             messages=rendered,
-            tools=shown if native and shown else None,
+            tools=shown if self.native and shown else None,
             logits_processors=processors,
             skip_special_tokens=not markers,
             constrained=grammar is not None and not grammar.free,
-            reader=(lambda: ReplyReader(self.format, names)) if shown else None,
+            reader=(lambda: ReplyReader(self.format, names, thinking=thinking)) if shown else None,
         )
 
     def tool_texts(self, tools: Sequence[Mapping[str, Any]], messages: Sequence[Message] = ()) -> list[str]:
@@ -151,8 +156,7 @@ class Dialect:
         messages: list[Message] = [{"role": "system", "content": system}, {"role": "user", "content": "?"}]
         text = "".join(self.tool_texts(tools, messages))
         shown = canonical_tools(tools)
-        rendered, native = self._rendered(messages, shown)
-        whole = self._render(rendered, shown if native else None)
+        _, whole = self._rendered(messages, shown)
         before, found, _ = whole.partition(text)
         if not found:
             raise PromptError("the chat template renders tools in another way beside this system prompt")
@@ -162,40 +166,44 @@ class Dialect:
         self,
         tools: Mapping[str, Mapping[str, Any]],
         forced: Sequence[str],
-        parallel: bool,
+        parallel: bool | None,
         schema: Mapping[str, Any] | Literal["any"] | None,
         strict: bool,
     ) -> Grammar | None:
         """What the answer may be; None if it may be anything."""
         if forced:
-            return forced_calls_grammar([(name, tools[name]) for name in forced], self.format, parallel)
+            return forced_calls_grammar([(name, tools[name]) for name in forced], self.format, bool(parallel))
         if schema is not None:
             fits = {"type": "object"} if schema == "any" else schema
             if tools:
-                return calls_or_json_grammar(list(tools.items()), self.format, fits, parallel=parallel)
+                return calls_or_json_grammar(list(tools.items()), self.format, fits, parallel=bool(parallel))
             return any_json_grammar() if schema == "any" else json_grammar(fits)
-        return text_or_calls_grammar(list(tools.items()), self.format) if tools and strict else None
+        if not tools or not strict:
+            return None
+        return text_or_calls_grammar(list(tools.items()), self.format, parallel=parallel is not False)
 
-    def _processor(self, grammar: Grammar, max_tokens: int) -> Callable[..., Any]:
+    def _constraint(self) -> Constraint:
         own = self._model.generation_config.eos_token_id
         ends = own if isinstance(own, (list, tuple)) else [own]
         eos = [token for token in (*ends, self._tokenizer.eos_token_id) if token is not None]
-        return constraint_for(self._tokenizer, eos, self._model.config.vocab_size).processor(grammar, max_tokens)
+        return constraint_for(self._tokenizer, eos, self._model.config.vocab_size)
 
     def _special(self) -> set[str]:
         return set(self._tokenizer.all_special_tokens) | {
             str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special
         }
 
-    def _rendered(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[list[Message], bool]:
-        """Messages that the template accepts, and whether it shows the tools itself."""
+    def _rendered(self, messages: list[Message], tools: list[dict[str, Any]]) -> tuple[list[Message], str]:
+        """Messages that the template accepts, and the text it makes of them; empty if there is no template."""
         calls = any(message.get("tool_calls") or message["role"] == "tool" for message in messages)
         if not self.native and (tools or calls):
             messages = fallback(messages, tools, self.format)
-        if self._template:
-            shown = tools if self.native and tools else None
-            messages = fit_roles(messages, lambda fitted: self._render(fitted, shown))
-        return messages, self.native
+        if not self._template:
+            return messages, ""
+        shown = tools if self.native and tools else None
+        texts: list[str] = []
+        messages = fit_roles(messages, lambda fitted: texts.append(self._render(fitted, shown)))
+        return messages, texts[-1]
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
         try:
@@ -205,6 +213,50 @@ class Dialect:
         except Exception as error:
             raise PromptError(f"the chat template refuses the messages: {error}") from error
         return text
+
+
+class _Processor:
+    """Keeps one answer to a grammar, within its tokens and within what the window has left behind its prompt.
+
+    Args:
+        constraint: of the tokenizer.
+        grammar: what the answer may be.
+        max_tokens: of the answer.
+        window_tokens: of prompt and answer.
+
+    Raises:
+        ConfigError: no answer of the grammar fits ``max_tokens``.
+    """
+
+    def __init__(self, constraint: Constraint, grammar: Grammar, max_tokens: int, window_tokens: int | None) -> None:
+        self._constraint, self._grammar = constraint, grammar
+        self._max_tokens, self._window_tokens = max_tokens, window_tokens
+        self._begun = False
+        self._follow = constraint.processor(grammar, max_tokens)
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """See `ConstraintProcessor`.
+
+        Raises:
+            ContextOverflowError: no answer of the grammar fits behind the prompt.
+        """
+        if not self._begun:
+            self._begun = True
+            self._begin(input_ids.shape[1])
+        return self._follow(input_ids, scores)
+
+    def _begin(self, prompt_tokens: int) -> None:
+        window = self._window_tokens
+        if window is None or (room := window - prompt_tokens + 1) >= self._max_tokens:  # the last token need not run
+            return
+        try:
+            self._follow = self._constraint.processor(self._grammar, room)
+        except ConfigError as error:
+            raise ContextOverflowError(
+                prompt_tokens,
+                window,
+                extra=f", and the shortest answer that fits the schema needs more than the {room} that are left",
+            ) from error
 
 
 def _forced(choice: Choice, tools: Mapping[str, Any]) -> tuple[str, ...]:

@@ -20,12 +20,24 @@ from kvboost_rag.tools import Dialect, Reply, Turn
 
 from .errors import translated
 from .messages import response_metadata, to_prompt, usage_metadata
-from .options import EngineOptions
-from .tools import ToolLike, call_deltas, calls_of, choice_of, describe, schema_of_format, structured
+from .options import STRICT, EngineOptions
+from .tools import (
+    ToolLike,
+    call_deltas,
+    call_parser,
+    calls_of,
+    choice_of,
+    describe,
+    json_parser,
+    schema_of,
+    schema_of_format,
+    structured,
+    titled,
+)
 
 Method = Literal["json_schema", "function_calling", "json_mode"]
 _TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "strict", "response_format"})
-_STEERING = frozenset({"stream", "ls_structured_output_format"})  # these only steer LangChain itself
+_STEERING = frozenset({"stream", "ls_structured_output_format", "stream_usage"})  # no engine has to know
 
 
 class ChatKVBoost(EngineOptions, BaseChatModel):
@@ -45,6 +57,10 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
 
     tool_format: str | None = None
     """How calls are written: "hermes", "llama3", "mistral" or "json"; None takes the chat template's own way."""
+    stream_usage: bool = True
+    """Whether the last streamed piece carries the usage; may be given per call."""
+
+    model_config = STRICT
 
     @property
     def _llm_type(self) -> str:
@@ -106,7 +122,8 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
             tools: pydantic classes, functions, LangChain tools, runnables, or descriptions in OpenAI's form.
             tool_choice: "auto", "none", "any", or the name of a tool that must be called. A forced call is always
                 valid, complete JSON that fits the tool's schema: decoding is constrained.
-            parallel_tool_calls: whether a forced answer may hold several calls; one by default.
+            parallel_tool_calls: whether an answer may hold several calls. By default a forced one holds one, and a
+                model that calls of its own will may make several. False is enforced where `strict` is.
             strict: False lets the model write its voluntary calls unconstrained. Forced ones never are.
             response_format: what an answer that is no call must be, as in `with_structured_output`.
             kwargs: see the class.
@@ -117,7 +134,7 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
             "tool_choice": tool_choice,
             "parallel_tool_calls": parallel_tool_calls,
             "strict": strict,
-            "response_format": response_format,
+            "response_format": response_format if isinstance(response_format, Mapping) else _format_of(response_format),
         }
         chosen = {name: value for name, value in given.items() if value is not None}
         return cast("Runnable[LanguageModelInput, AIMessage]", self.bind(tools=described, **chosen, **kwargs))
@@ -145,15 +162,14 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
             raise ConfigError(f"method is {method!r}; choose 'json_schema', 'function_calling' or 'json_mode'")
         if schema is None and method != "json_mode":
             raise ConfigError(f"schema is None; method={method!r} needs one, only 'json_mode' does without")
+        schema = titled(schema)
+        tracing: dict[str, Any] = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
         if method == "function_calling":
-            forced = self.bind(**kwargs) if kwargs else self
-            parsed = BaseChatModel.with_structured_output(
-                cast("BaseChatModel", forced), cast("Any", schema), include_raw=include_raw
-            )
-            return parsed
-        wanted = {"type": "json_object"} if method == "json_mode" else _response_format(schema)
-        tracing = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
-        return structured(self.bind(response_format=wanted, **tracing, **kwargs), schema, include_raw=include_raw)
+            caller = self.bind_tools([cast("ToolLike", schema)], tool_choice="any", **tracing, **kwargs)
+            return structured(caller, call_parser(schema), include_raw=include_raw)
+        wanted = {"type": "json_object"} if method == "json_mode" else _format_of(schema)
+        answering = self.bind(response_format=wanted, **tracing, **kwargs)
+        return structured(answering, json_parser(schema), include_raw=include_raw)
 
     def warm_tools(
         self, tools: Sequence[ToolLike], *, system: str | None = None, namespace: str | None = None
@@ -243,6 +259,7 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
     def _call(
         self, engine: Engine, messages: list[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]
     ) -> _Call:
+        usage = bool(call.get("stream_usage", self.stream_usage))
         call = {name: value for name, value in call.items() if name not in _STEERING}
         asked = {name: call.pop(name) for name in _TOOL_FIELDS & call.keys()}
         self._options(stop, call)  # unknown arguments raise before anything is prepared
@@ -251,10 +268,11 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
             to_prompt(messages),
             tools=tools,
             choice=choice_of(asked.get("tool_choice"), tools),
-            parallel=bool(asked.get("parallel_tool_calls")),
+            parallel=asked.get("parallel_tool_calls"),
             schema=schema_of_format(asked.get("response_format")),
             strict=asked.get("strict") is not False,
             max_tokens=call.get("max_tokens", self.max_tokens),
+            window_tokens=engine.window_tokens,
         )
         further: dict[str, Any] = {
             "logits_processors": turn.logits_processors,
@@ -262,7 +280,7 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
         }
         if turn.constrained:
             further["stop"] = ()  # the grammar ends the answer; a stop string would cut its JSON
-        return _Call(engine, turn, {**self._options(stop, call, further), "tools": turn.tools})
+        return _Call(engine, turn, {**self._options(stop, call, further), "tools": turn.tools}, usage)
 
     def _result(self, call: _Call, generation: Generation) -> ChatResult:
         reply = Reply(generation.text, (), ())
@@ -283,11 +301,12 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One request: where it goes, what is asked, with which options."""
+    """One request: where it goes, what is asked, with which options; whether its stream ends with the usage."""
 
     engine: Engine
     turn: Turn
     options: dict[str, Any]
+    stream_usage: bool
 
 
 class _Pieces:
@@ -295,7 +314,7 @@ class _Pieces:
 
     def __init__(self, call: _Call, model_name: str) -> None:
         self._reader = None if call.turn.reader is None else call.turn.reader()
-        self._model_name = model_name
+        self._model_name, self._usage = model_name, call.stream_usage
 
     def piece(self, text: str, generation: Generation | None) -> ChatGenerationChunk | None:
         """The next piece, or None if there is nothing to show yet."""
@@ -312,15 +331,12 @@ class _Pieces:
             content=text,
             tool_call_chunks=call_deltas(reply),
             chunk_position="last",
-            usage_metadata=usage_metadata(generation),
+            usage_metadata=usage_metadata(generation) if self._usage else None,
             response_metadata=response_metadata(generation, self._model_name, calls=bool(reply.calls)),
         )
         return ChatGenerationChunk(message=message)
 
 
-def _response_format(schema: Any) -> dict[str, Any]:
-    described = describe([schema])[0]["function"]
-    return {
-        "type": "json_schema",
-        "json_schema": {"name": described["name"], "schema": described.get("parameters", {"type": "object"})},
-    }
+def _format_of(schema: Any) -> dict[str, Any] | None:
+    """OpenAI's response format of a schema: plain data, so the response cache tells two classes of one name apart."""
+    return None if schema is None else {"type": "json_schema", "json_schema": {"schema": schema_of(schema)}}

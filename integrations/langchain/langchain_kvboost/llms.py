@@ -8,6 +8,7 @@ from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseLLM
+from langchain_core.language_models.base import LangSmithParams
 from langchain_core.outputs import Generation as TextGeneration
 from langchain_core.outputs import GenerationChunk, LLMResult
 from langchain_core.runnables import run_in_executor
@@ -16,7 +17,7 @@ from kvboost_rag import Generation
 
 from .errors import translated
 from .messages import response_metadata, usage_metadata
-from .options import EngineOptions
+from .options import CALL_FIELDS, STRICT, EngineOptions
 
 
 class KVBoostLLM(EngineOptions, BaseLLM):
@@ -33,6 +34,8 @@ class KVBoostLLM(EngineOptions, BaseLLM):
     Usage and reuse of each answer are in its `generation_info`.
     """
 
+    model_config = STRICT
+
     @property
     def _llm_type(self) -> str:
         return "kvboost"
@@ -40,6 +43,38 @@ class KVBoostLLM(EngineOptions, BaseLLM):
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
         return self._identity()
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        stops = self._sampling(stop, {}).stop
+        params = super()._get_ls_params(stop=list(stops) or None, **kwargs)
+        params.setdefault("ls_model_name", self._name_of_model())
+        return params
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        ids: list[int] = self.get_engine().tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
+        """See `BaseLLM.generate`."""
+        asked, further = self._asked(kwargs)
+        return BaseLLM.generate(asked, prompts, *args, **further)
+
+    async def agenerate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
+        """See `BaseLLM.agenerate`."""
+        asked, further = self._asked(kwargs)
+        return await BaseLLM.agenerate(asked, prompts, *args, **further)
+
+    def _asked(self, call: Mapping[str, Any]) -> tuple[KVBoostLLM, dict[str, Any]]:
+        """This model with what a call asks for as its own fields, and what remains of the call.
+
+        LangChain's response cache keys on the fields of a text model and not on the call: one tenant would be given
+        what another one was answered.
+        """
+        own = {name: call[name] for name in CALL_FIELDS & call.keys()}
+        return (self.model_copy(update=own) if own else self), {k: v for k, v in call.items() if k not in own}
 
     def _generate(
         self,

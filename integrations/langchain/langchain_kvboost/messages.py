@@ -18,6 +18,8 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 
 from kvboost_rag import Generation, PromptError
 
+from .tools import written
+
 # What a model wrote besides its text: calls are in `tool_calls`, and reasoning is not shown to the model again.
 _BESIDES = frozenset({"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call"})
 _REASONING = frozenset({"reasoning", "thinking", "redacted_thinking", "reasoning_content"})
@@ -105,7 +107,7 @@ def _message(message: BaseMessage) -> dict[str, Any]:
         made["tool_call_id"] = message.tool_call_id
     if isinstance(message, AIMessage):
         # What could not be parsed is still what the model wrote, and what an error message behind it speaks of.
-        broken = [call["args"] or "" for call in message.invalid_tool_calls]
+        broken = [written(call["args"]) for call in message.invalid_tool_calls]
         made["content"] = "\n".join(part for part in (made["content"], *broken) if part)
         if message.tool_calls:
             made["tool_calls"] = [

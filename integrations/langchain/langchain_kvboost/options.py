@@ -17,6 +17,8 @@ Reuse: TypeAlias = Literal["off", "exact", "approximate"]
 
 SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 CALL_FIELDS = frozenset((*SAMPLING_FIELDS, "namespace", "reuse", "timeout"))
+# Of two bases, the configuration of the last one wins, so each class repeats it: unknown arguments must raise.
+STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
 
 class EngineOptions(BaseModel):
@@ -56,7 +58,7 @@ class EngineOptions(BaseModel):
     reuse: Reuse | None = None
     """What may be reused, no wider than the engine was made for; None is the engine's mode."""
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+    model_config = STRICT
 
     @model_validator(mode="after")
     def _check_arguments(self) -> Self:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast, is_typeddict
 
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import AIMessage, InvalidToolCall, ToolCall, ToolCallChunk
 from langchain_core.messages.tool import invalid_tool_call as make_invalid_call
 from langchain_core.messages.tool import tool_call as make_call
 from langchain_core.messages.tool import tool_call_chunk as make_call_chunk
-from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers import (
+    BaseOutputParser,
+    JsonOutputKeyToolsParser,
+    JsonOutputParser,
+    PydanticOutputParser,
+    PydanticToolsParser,
+)
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
-from pydantic import BaseModel
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import BaseModel, PydanticUserError, TypeAdapter
 
 from kvboost_rag import ConfigError
 from kvboost_rag.tools import Choice, Reply, canonical_tool
@@ -87,7 +93,26 @@ def schema_of_format(response_format: Any) -> Mapping[str, Any] | Any:
                 "{'type': 'json_schema', 'json_schema': {'schema': …}} or {'type': 'json_object'}"
             )
         return response_format
-    return convert_to_json_schema(response_format)
+    return schema_of(response_format)
+
+
+def schema_of(schema: Any) -> dict[str, Any]:
+    """JSON schema of a class, of a TypedDict, or in a tool's description; one that is given comes back as it is.
+
+    Raises:
+        ConfigError: there is none in it.
+    """
+    if isinstance(schema, Mapping) and not {"function", "name", "input_schema"} & schema.keys():
+        return dict(schema)
+    parameters: dict[str, Any] = _describe(schema)["function"].get("parameters") or {"type": "object"}
+    return parameters
+
+
+def titled(schema: Any) -> Any:
+    """A schema that can be a tool: a JSON schema without a title gets one."""
+    if isinstance(schema, Mapping) and not {"title", "function", "name", "input_schema"} & schema.keys():
+        return {"title": "answer", **schema}
+    return schema
 
 
 def calls_of(reply: Reply) -> tuple[list[ToolCall], list[InvalidToolCall]]:
@@ -99,25 +124,49 @@ def calls_of(reply: Reply) -> tuple[list[ToolCall], list[InvalidToolCall]]:
 
 
 def call_deltas(reply: Reply) -> list[ToolCallChunk]:
-    """The calls of an answer as streamed pieces, whole: they are known when their JSON is complete."""
+    """The calls of an answer as streamed pieces, whole: they are known when their JSON is complete.
+
+    LangChain takes whatever can be completed to a JSON object for the arguments of a call that can be run, so the text
+    of an invalid call goes as a JSON string; `written` gives it back.
+    """
     good = [(call.name, json.dumps(call.arguments, ensure_ascii=False), call.id) for call in reply.calls]
-    bad = [(call.name, call.text, None) for call in reply.invalid]
+    bad = [(call.name, json.dumps(call.text, ensure_ascii=False), None) for call in reply.invalid]
     return [make_call_chunk(name=n, args=a, id=i, index=k) for k, (n, a, i) in enumerate([*good, *bad])]
 
 
+def written(args: str | None) -> str:
+    """What the model wrote of an invalid call, be the call from a message or from merged pieces."""
+    try:
+        text = json.loads(args or '""')
+    except (ValueError, RecursionError):
+        return args or ""
+    return text if isinstance(text, str) else args or ""
+
+
+def json_parser(schema: Any) -> BaseOutputParser[Any]:
+    """Reads an answer that is JSON: as an object of a pydantic class, or as a dict."""
+    if isinstance(schema, type) and issubclass(schema, BaseModel):
+        return PydanticOutputParser(pydantic_object=schema)
+    return JsonOutputParser()
+
+
+def call_parser(schema: Any) -> BaseOutputParser[Any]:
+    """Reads the arguments of an answer's call, likewise."""
+    if isinstance(schema, type) and issubclass(schema, BaseModel):
+        return PydanticToolsParser(tools=[schema], first_tool_only=True)
+    return JsonOutputKeyToolsParser(key_name=_describe(schema)["function"]["name"], first_tool_only=True)
+
+
 def structured(
-    llm: Runnable[LanguageModelInput, AIMessage], schema: Any, *, include_raw: bool
+    llm: Runnable[LanguageModelInput, AIMessage], parser: BaseOutputParser[Any], *, include_raw: bool
 ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
-    """A model that answers in JSON, with the parser of its answers behind it.
+    """A model with the parser of its answers behind it.
 
     Args:
-        llm: answers with JSON in its text.
-        schema: a pydantic class gives objects of it; anything else gives dicts.
+        llm: answers with objects.
+        parser: reads them.
         include_raw: give the message, what was parsed, and the error, if any.
     """
-    parser: BaseOutputParser[Any] = JsonOutputParser()
-    if isinstance(schema, type) and issubclass(schema, BaseModel):
-        parser = PydanticOutputParser(pydantic_object=schema)
     if not include_raw:
         return llm | parser
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
@@ -130,8 +179,8 @@ def _describe(tool: ToolLike) -> dict[str, Any]:
     if isinstance(tool, Runnable) and not isinstance(tool, BaseTool):
         tool = tool.as_tool()
     try:
-        described = convert_to_openai_tool(cast("Any", tool))
-    except (ValueError, TypeError) as error:
+        described = _converted(tool)
+    except (ValueError, TypeError, PydanticUserError) as error:
         raise ConfigError(
             f"{tool!r} is no tool: {error}; give a tool, a function, a pydantic class or a dict"
         ) from error
@@ -140,3 +189,36 @@ def _describe(tool: ToolLike) -> dict[str, Any]:
             f"a tool of type {described.get('type')!r} runs at its provider, not in a local model; give a function tool"
         )
     return described
+
+
+def _converted(tool: Any) -> dict[str, Any]:
+    """A description as LangChain makes it, but for what LangChain cannot describe."""
+    try:
+        described = convert_to_openai_tool(tool)
+    except TypeError:
+        if not is_typeddict(tool):
+            raise
+        schema = TypeAdapter(tool).json_schema()  # knows NotRequired
+        return convert_to_openai_tool({"title": tool.__name__, "description": tool.__doc__ or "", **schema})
+    if isinstance(tool, type) and issubclass(tool, BaseModel):
+        schema = tool.model_json_schema()
+        if _recursive(schema):  # LangChain resolves references, and leaves out what refers to itself
+            described["function"]["parameters"] = schema
+    return described
+
+
+def _recursive(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema of pydantic has a definition that reaches itself."""
+    reaches = {f"#/$defs/{name}": set(_references(value)) for name, value in schema.get("$defs", {}).items()}
+    for _ in reaches:
+        reaches = {name: found.union(*(reaches.get(one, ()) for one in found)) for name, found in reaches.items()}
+    return any(name in found for name, found in reaches.items())
+
+
+def _references(node: Any) -> Iterator[str]:
+    if isinstance(node, Mapping):
+        if isinstance(node.get("$ref"), str):
+            yield node["$ref"]
+        node = list(node.values())
+    for value in node if isinstance(node, list) else ():
+        yield from _references(value)
