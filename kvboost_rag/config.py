@@ -18,6 +18,7 @@ Chunking = Literal["fixed", "semantic", "document"]
 Markers = Literal["text", "refuse"]
 
 PACK_SEPARATOR = "\n\n"  # between two documents of a pack: what most prompt templates put there
+LEAD_TOKENS = 64  # end of another document in front of a pack, so that its first document has seen something, too
 ANCHOR_TOKENS = 16  # window length of the index; shorter runs cannot be found away from the exact chain
 
 

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from .chunking import Tiles
 from .chunks import IntArray, Scope, as_ids
-from .config import ANCHOR_TOKENS, EngineConfig
+from .config import ANCHOR_TOKENS, LEAD_TOKENS, EngineConfig
 from .keeping import Keeper, Stored, header_of
 from .kv import RequestKV
 from .planner import make_plan
@@ -52,9 +52,11 @@ class Warmer:
         self._separator, self._window = separator, window_tokens
         # Last document of each scope: company for the next one, if that comes in a call of its own.
         self._company: OrderedDict[Scope, IntArray] = OrderedDict()
+        self._partings: Counter[Scope] = Counter()
 
     def part_company(self, scope: Scope) -> None:
-        """Encode nothing of this scope behind a document that was warmed before."""
+        """Encode nothing of this scope behind a document that was warmed before, in packs that grow now either."""
+        self._partings[scope] += 1
         self._company.pop(scope, None)
 
     def warm(
@@ -146,19 +148,22 @@ class Warmer:
                 yield "warm", Stored()
             else:
                 todo.append(ids)
+        partings = self._partings[scope]
         company = self._company.get(scope) if packed and self._fits(documents[0]) else None
         if not todo or (len(todo) == 1 and company is None):
             for ids in todo:
                 yield self._alone(scope, context, ids, running)
                 self._remember(scope, ids, packed)
             return
-        # The first of a pack has seen no neighbour, so it is encoded again behind the last, and only then stored.
-        first, rest = (company, todo) if len(todo) == 1 and company is not None else (todo[0], [*todo[1:], todo[0]])
+        # The first of a pack would see no neighbour, so something stands in front of it: the end of the document before
+        # this pack, or of its last one. A single document has all of the one before it for company.
+        before = todo[-1] if company is None else company
+        first, rest = (before if len(todo) == 1 else before[-LEAD_TOKENS:]), todo
         growing = self._executor.grow(sum(len(ids) + len(self._separator) for ids in (context, first, *rest)))
         with running():
             growing.extend(np.concatenate([context, first]))
         self._remember(scope, todo[-1], packed)
-        for ids in rest:
+        for at, ids in enumerate(rest):
             if self._known(scope, ids):
                 yield "warm", Stored()
                 continue
@@ -167,6 +172,11 @@ class Warmer:
                 tiles = self._keeper.document_tiles(ids, self._window)
                 headers = [header_of(scope, growing.ids, start + a, start + b, "warm") for a, b in tiles]
                 stored = self._keeper.store(headers, growing.kv)
+                if parted := self._partings[scope] != partings:
+                    self._keeper.library.delete([header.key for header in headers])
+            if parted:  # something in front of this document was forgotten meanwhile: the rest makes a new pack
+                yield from self._pack(scope, context, rest[at:], packed, running)
+                return
             yield ("computed" if stored.chunks else "rejected"), stored
 
     def _alone(self, scope: Scope, context: IntArray, ids: IntArray, running: Running) -> tuple[Outcome, Stored]:

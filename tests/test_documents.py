@@ -14,6 +14,7 @@ import pytest
 import kvboost_rag
 from kvboost_rag import ConfigError, Engine, EngineClosedError, EngineConfig, SamplingParams
 from kvboost_rag.chunks import ChunkHeader
+from kvboost_rag.config import LEAD_TOKENS
 from tests.tiny import LIMIT, Forwards, engine_of, off_by, prompt_of, text
 
 DOCUMENTS = [text(seed, 25) for seed in (100, 101, 102, 103)]
@@ -145,17 +146,29 @@ def test_documents_of_one_call_are_encoded_one_behind_another() -> None:
         engine.tokenizer.decode(header.tokens): engine.tokenizer.decode(header.history) for header in _headers(engine)
     }
     for number, document in enumerate(DOCUMENTS):
-        neighbours = DOCUMENTS[:number] or DOCUMENTS  # the first is encoded again behind the last
-        assert all(neighbour in behind[document] for neighbour in neighbours)
+        assert all(neighbour in behind[document] for neighbour in DOCUMENTS[:number])
+    # The first has seen the end of the last.
+    assert DOCUMENTS[-1].endswith(behind[DOCUMENTS[0]].strip())
+    assert len(_ids(engine, behind[DOCUMENTS[0]])) >= min(LEAD_TOKENS, len(_ids(engine, DOCUMENTS[-1])))
 
 
-def test_a_pack_costs_its_documents_and_the_first_once_more() -> None:
+def test_a_further_pack_begins_behind_the_end_of_the_last_one() -> None:
+    engine = engine_of(pack_tokens=4096)
+    engine.warm(DOCUMENTS[:3])
+    engine.warm(DOCUMENTS[3:])
+    behind = {engine.tokenizer.decode(h.tokens): engine.tokenizer.decode(h.history) for h in _headers(engine)}
+    assert DOCUMENTS[2].endswith(behind[DOCUMENTS[3]].strip())
+    engine.forget(DOCUMENTS[2])  # its end led the first pack, too
+    assert _headers(engine) == []
+
+
+def test_a_pack_costs_its_documents_and_a_short_lead() -> None:
     engine = engine_of(pack_tokens=4096)
     lengths = [len(_ids(engine, document)) for document in DOCUMENTS]
     with Forwards(engine.model) as forwards:
         engine.warm(DOCUMENTS)
     separators = len(DOCUMENTS) * len(_ids(engine, "\n\n"))
-    assert sum(forwards.rows) == sum(lengths) + lengths[0] + separators
+    assert sum(forwards.rows) == sum(lengths) + min(LEAD_TOKENS, lengths[-1]) + separators
 
 
 def test_chunks_of_a_pack_hold_what_a_full_prefill_of_the_pack_gives() -> None:
@@ -219,6 +232,27 @@ def test_forgetting_a_document_takes_those_computed_behind_it_along() -> None:
     seen = [header for header in _headers(engine) if DOCUMENTS[2] in engine.tokenizer.decode(header.history)]
     assert engine.forget(DOCUMENTS[2]) == len(seen) + 1
     assert engine.warm(DOCUMENTS).computed == len(seen) + 1
+
+
+def test_what_is_forgotten_while_a_pack_grows_leaves_no_trace_in_the_rest() -> None:
+    engine = engine_of(pack_tokens=4096)
+    keeper = engine._warmer._keeper
+    store, calls = keeper.store, []
+
+    def forget_after_the_second(headers: Any, kv: Any) -> Any:
+        stored = store(headers, kv)
+        calls.append(len(headers))
+        if len(calls) == 2:
+            engine.forget(DOCUMENTS[0])
+        return stored
+
+    keeper.store = forget_after_the_second
+    report = engine.warm(DOCUMENTS)
+    assert report.computed == len(DOCUMENTS)
+    for header in _headers(engine):
+        assert DOCUMENTS[0] not in engine.tokenizer.decode(header.history)
+    held = "".join(engine.tokenizer.decode(header.tokens) for header in _headers(engine))
+    assert all(document in held for document in DOCUMENTS[1:])
 
 
 # ---- chunking --------------------------------------------------------------------------------------------------------
