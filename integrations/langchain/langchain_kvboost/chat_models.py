@@ -33,6 +33,7 @@ from .tools import (
     schema_of_format,
     structured,
     titled,
+    traced_schema,
 )
 
 Method = Literal["json_schema", "function_calling", "json_mode"]
@@ -163,7 +164,9 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
         if schema is None and method != "json_mode":
             raise ConfigError(f"schema is None; method={method!r} needs one, only 'json_mode' does without")
         schema = titled(schema)
-        tracing: dict[str, Any] = {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
+        tracing: dict[str, Any] = {
+            "ls_structured_output_format": {"kwargs": {"method": method}, "schema": traced_schema(schema)}
+        }
         if method == "function_calling":
             caller = self.bind_tools([cast("ToolLike", schema)], tool_choice="any", **tracing, **kwargs)
             return structured(caller, call_parser(schema), include_raw=include_raw)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, TypeAlias, cast, is_typeddict
+from typing import Any, TypeAlias, cast
 
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import AIMessage, InvalidToolCall, ToolCall, ToolCallChunk
@@ -115,6 +115,11 @@ def titled(schema: Any) -> Any:
     return schema
 
 
+def traced_schema(schema: Any) -> dict[str, Any] | None:
+    """A schema for traces, with its name; LangChain would describe the class itself, and cannot describe all."""
+    return None if schema is None else {"title": describe([schema])[0]["function"]["name"], **schema_of(schema)}
+
+
 def calls_of(reply: Reply) -> tuple[list[ToolCall], list[InvalidToolCall]]:
     """The calls of an answer as LangChain has them: those that can be run, and those that cannot."""
     return (
@@ -196,7 +201,7 @@ def _converted(tool: Any) -> dict[str, Any]:
     try:
         described = convert_to_openai_tool(tool)
     except TypeError:
-        if not is_typeddict(tool):
+        if not hasattr(tool, "__required_keys__"):  # no TypedDict, from `typing` or `typing_extensions`
             raise
         schema = TypeAdapter(tool).json_schema()  # knows NotRequired
         return convert_to_openai_tool({"title": tool.__name__, "description": tool.__doc__ or "", **schema})
