@@ -129,6 +129,10 @@ class TestRequest:
         chat.invoke([HumanMessage([{"type": "text", "text": "one "}, "two"])])
         assert engine.prompt == [{"role": "user", "content": "one two"}]
 
+    def test_llama_index_13204_a_value_may_be_bound_and_given(self, chat, engine):
+        chat.bind(temperature=0.5, max_tokens=3).invoke("q", temperature=0.0, stop=["x"])
+        assert engine.sampling == SamplingParams(temperature=0.0, max_tokens=3, stop=("x",))
+
     def test_reasoning_of_earlier_answers_is_not_shown_again(self, chat, engine):
         blocks = [{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "yes"}]
         chat.invoke([HumanMessage("q"), AIMessage(blocks), HumanMessage("r")])
@@ -413,6 +417,21 @@ class TestResponse:
         assert details["repaired_tokens"] > 0
         read = again.usage_metadata["input_token_details"]["cache_read"]
         assert read == details["exact_tokens"] + details["approximate_tokens"]
+
+    def test_a_turn_continues_the_one_before(self, chat, engine):
+        """Of gendox-core 542: the next turn replays what was sent, so all of it is an exact hit."""
+        question = HumanMessage(f"{text(8, 40)} Which river?")
+        first = chat.invoke([SystemMessage("s"), question])
+        answer = first.content or "-"
+        second = chat.invoke([SystemMessage("s"), question, AIMessage(answer), HumanMessage("And?")])
+        assert second.response_metadata["exact_tokens"] >= first.usage_metadata["input_tokens"] - 1
+
+    def test_raglite_49_documents_in_another_order(self, chat):
+        """And open-webui 23583: a document that moves."""
+        documents = [text(seed, 40) for seed in (20, 21, 22)]
+        chat.invoke("\n\n".join(["Read this.", *documents, "Which river?"]))
+        usage = chat.invoke("\n\n".join(["Now that.", *documents[::-1], "Which stone?"])).usage_metadata
+        assert usage["input_token_details"]["cache_read"] > 0.7 * usage["input_tokens"]
 
     def test_fallback_reason(self):
         engine = recording(fallback=True)
@@ -904,6 +923,7 @@ class TestRealModel:
         assert 0 < details["computed_tokens"] < usage["input_tokens"]
         assert details["fallback_reason"] is None
 
+    @pytest.mark.slow
     def test_stream_equals_invoke_and_async(self, real, prompt, inputs):
         chain = prompt | ChatKVBoost(engine=real, max_tokens=12) | StrOutputParser()
         answer = chain.invoke(inputs)
@@ -916,6 +936,7 @@ class TestRealModel:
 
         assert asyncio.run(both()) == (answer, answer)
 
+    @pytest.mark.slow
     def test_reuse_off_equals_exact(self, real, prompt, inputs):
         chat = ChatKVBoost(engine=real, max_tokens=8)
         off, exact = ((prompt | chat.bind(reuse=reuse)).invoke(inputs) for reuse in ("off", "exact"))
@@ -933,6 +954,7 @@ class TestRealModel:
         hot = ChatKVBoost(engine=real, max_tokens=8, temperature=1.0, seed=7)
         assert hot.invoke("Tell me a story.").content == hot.invoke("Tell me a story.").content
 
+    @pytest.mark.slow
     def test_async_does_not_block_the_loop(self, real):
         async def longest_stall():
             stalls = []
