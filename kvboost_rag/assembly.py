@@ -56,7 +56,7 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     encoder = PromptEncoder(tokenizer, markers=config.markers, vocabulary=vocabulary)
     identity = fingerprint(model, tokenizer)
-    library = Library(config.ram_budget_bytes)
+    library = Library(config.ram_budget_bytes, int(config.served_share * config.ram_budget_bytes))
     executor = Executor(runner, rope)
     keeper = Keeper(
         library,

@@ -124,6 +124,28 @@ class ExactChain:
                 yield family
 
 
+class ServedPrompts:
+    """Whole prompts of one scope as they were served, found by their beginning."""
+
+    def __init__(self) -> None:
+        self._family = _Family(np.empty(0, np.int32))
+
+    def add(self, header: ChunkHeader) -> None:
+        """Register one."""
+        self._family.add(header)
+
+    def discard(self, header: ChunkHeader) -> None:
+        """Forget one that was added."""
+        self._family.discard(header)
+
+    def best(self, ids: IntArray) -> Hit | None:
+        """The one with the longest beginning in common with ``ids``."""
+        if not self._family.children:
+            return None
+        length, header = self._family.best(ids)
+        return Hit(0, length, header.key, 0) if length else None
+
+
 class _PrefixHashes:
     """`prefix_hash` of growing prefixes of one sequence, each token hashed once."""
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
-Origin = Literal["warm", "prompt"]
+Origin = Literal["warm", "prompt", "served"]
 
 
 def as_ids(tokens: Sequence[int] | npt.NDArray[np.integer]) -> IntArray:
@@ -88,7 +88,8 @@ class ChunkHeader:
         base: position of the chunk's first token when its keys were computed.
         history: the ``base`` ids in front of the chunk when ``exact``; None when the KV was computed
             behind an approximate context and may never serve an exact hit.
-        origin: "warm" if the user asked for it, "prompt" if it was seen inside a prompt.
+        origin: "warm" if the user asked for it, "prompt" if it was seen inside a prompt, "served" if it is a whole
+            prompt and its answer with the moved and repaired KV that served them, for use at its own place only.
     """
 
     key: str

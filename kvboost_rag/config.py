@@ -53,6 +53,8 @@ class EngineConfig:
         markers: what to do with special-token text inside message content: keep it as plain text, or refuse.
         fallback: use a full prefill when the cost model predicts it to be cheaper.
         store_prompts: keep KV of new text first seen inside a prompt.
+        served_share: share of `ram_budget_bytes`, 0..1, for prompts made of moved documents, kept as they were served,
+            so that the same prompt again, or the next turn of its conversation, needs no repair again; 0 keeps none.
         calibration_dir: folder where the choice of `selector="auto"` is remembered per model, so that only the first
             load measures it; None measures at every load.
     """
@@ -74,6 +76,7 @@ class EngineConfig:
     markers: Markers = "text"
     fallback: bool = True
     store_prompts: bool = True
+    served_share: float = 0.25
     calibration_dir: Path | str | None = "~/.cache/kvboost-rag/calibration"
 
     def __post_init__(self) -> None:
@@ -90,6 +93,7 @@ class EngineConfig:
         _in_range("overlap_tokens", self.overlap_tokens, 0, self.chunk_tokens - 1)
         _in_range("sink_tokens", self.sink_tokens, 0, 4096)
         _in_range("ram_budget_bytes", self.ram_budget_bytes, 0, 1 << 60)
+        _in_range("served_share", self.served_share, 0.0, 1.0)
         _in_range("pack_tokens", self.pack_tokens, 0, 1 << 20)
         check_namespace(self.namespace)
         if self.chunking == "document" and (self.overlap_tokens or self.sink_tokens):

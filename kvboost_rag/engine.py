@@ -8,7 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias, Unpack
 
 from .assembly import assemble
 from .chunks import IntArray, Scope
@@ -19,7 +19,6 @@ from .config import (
     SamplingParams,
     check_is,
     check_namespace,
-    check_reuse,
     check_timeout,
 )
 from .errors import ConfigError, ContextOverflowError, EngineClosedError
@@ -27,6 +26,7 @@ from .fingerprints import Watch, fingerprint
 from .forgetting import chunks_holding
 from .hf import load_pretrained, stop_strings
 from .kv import Cancelled
+from .options import Options, mode_of
 from .prompts import as_texts
 from .repair import Recipe
 from .runner import holding, lock_of
@@ -35,32 +35,7 @@ from .stats import Delta, EngineStats, Generation, Prefill, Totals, WarmReport
 from .streaming import Deltas, astream, in_thread
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
-_MODES: dict[str, tuple[str, ...]] = {
-    "off": ("off",),
-    "exact": ("off", "exact"),
-    "approximate": ("off", "exact", "approximate"),
-}
 REMEMBERED = 64  # fingerprints of states the model was in: switching between adapters must not hash it every time
-
-
-class Options(TypedDict, total=False):
-    """Options of `Engine.generate` and of its streaming and async forms.
-
-    Attributes:
-        sampling: see `SamplingParams`; greedy by default.
-        namespace: tenant whose chunks may be used and added to; the configured one by default.
-        reuse: a mode no wider than the configured one.
-        tools: tool descriptions for the chat template.
-        store: keep the KV of new text in this prompt; as configured by default.
-        timeout_s: stop the computation and raise `RequestTimeoutError` this many seconds after the call; None waits.
-    """
-
-    sampling: SamplingParams | None
-    namespace: str | None
-    reuse: Reuse | None
-    tools: Sequence[Mapping[str, Any]] | None
-    store: bool | None
-    timeout_s: float | None
 
 
 class Engine:
@@ -296,6 +271,7 @@ class Engine:
     def recipe(self, recipe: Recipe) -> None:
         check_is(recipe, Recipe, "recipe")
         self._serving.recipe = recipe
+        self._library.clear_served()  # they were repaired by another recipe
 
     def close(self) -> None:
         """Free all stored KV; further calls raise `EngineClosedError`. The model stays the caller's."""
@@ -316,12 +292,7 @@ class Engine:
         started = time.perf_counter()
         scope = self._scope(namespace)
         check_is(sampling, SamplingParams, "sampling")
-        mode = self.config.reuse if reuse is None else check_reuse(reuse)
-        if mode not in _MODES[self.config.reuse]:
-            raise ConfigError(
-                f"reuse is {reuse!r} but this engine was made with reuse={self.config.reuse!r}; choose one of "
-                f"{', '.join(map(repr, _MODES[self.config.reuse]))}, or make the engine with a wider mode"
-            )
+        mode = mode_of(self.config, reuse)
         if sampling is not None:
             stop_strings(self.model, self.tokenizer, sampling)  # raises here, and not at the first step of a stream
         ids = self._encoder.encode(prompt, tools=tools)

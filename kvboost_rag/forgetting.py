@@ -46,7 +46,7 @@ class _Wanted:
         history = header.tokens[:0] if header.history is None else header.history
         ids = np.concatenate([history, header.tokens])
         found = self._found(ids)
-        if header.origin == "prompt":
+        if header.origin != "warm":
             return len(found) > 0 or self._holds_short(ids)
         covered = np.zeros(len(ids), bool)
         for at in found:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from .anchors import WINDOW, AnchorTable
-from .chain import ExactChain
+from .chain import ExactChain, ServedPrompts
 from .chunks import ChunkHeader, Hit, IntArray, Scope, content_hash
 from .runs import diagonals, disjoint, equal_runs
 
@@ -79,6 +79,11 @@ class ChunkIndex:
         part = self._scopes.get(scope)
         return part.chain.walk(_int32(ids)) if part else ()
 
+    def match_served(self, scope: Scope, ids: IntArray) -> Hit | None:
+        """The longest beginning in common with a prompt as it was served, or None."""
+        part = self._scopes.get(scope)
+        return part.served.best(_int32(ids)) if part else None
+
     def match_runs(self, scope: Scope, ids: IntArray, start: int = 0) -> tuple[Hit, ...]:
         """Stored runs anywhere in ``ids[start:]``: at least 16 tokens, maximal, long runs first, disjoint, in order.
 
@@ -106,6 +111,7 @@ class _ScopeIndex:
     def __init__(self, scope: Scope) -> None:
         self.headers: dict[str, ChunkHeader] = {}
         self.chain = ExactChain(scope)
+        self.served = ServedPrompts()
         self._scope = scope
         self._contents: dict[str, list[ChunkHeader]] = {}
         self._anchors = AnchorTable()
@@ -121,6 +127,9 @@ class _ScopeIndex:
 
     def add(self, header: ChunkHeader, order: int) -> None:
         self.headers[header.key] = header
+        if header.origin == "served":
+            self.served.add(header)
+            return
         self.chain.add(header)
         self._contents.setdefault(content_hash(self._scope, header.tokens), []).append(header)
         if len(header) >= WINDOW:
@@ -131,6 +140,9 @@ class _ScopeIndex:
 
     def discard(self, header: ChunkHeader) -> None:
         del self.headers[header.key]
+        if header.origin == "served":
+            self.served.discard(header)
+            return
         self.chain.discard(header)
         content = content_hash(self._scope, header.tokens)
         kept = [other for other in self._contents[content] if other.key != header.key]

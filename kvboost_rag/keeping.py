@@ -91,6 +91,12 @@ class Keeper:
                         added.append(header)
         return added
 
+    def keep_served(self, scope: Scope, ids: IntArray, kv: RequestKV) -> ChunkHeader:
+        """Store a whole prompt, and its answer so far, with the KV that served it."""
+        header = header_of(scope, as_ids(ids), 0, len(ids), "served", exact=False)
+        self.library.keep_served(header, len(header) * self._token_bytes, lambda: kv.take(0, len(header)))
+        return header
+
     def _prompt_tiles(self, ids: IntArray) -> Tiles:
         return prompt_cuts(
             ids,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 from .chunks import ChunkHeader, Hit, IntArray, Scope
+from .config import ANCHOR_TOKENS
 from .index import ChunkIndex
 from .kv import KVRun
 from .store import Chunk, MemoryStore, StoreStats
@@ -22,13 +24,20 @@ class Match:
 
     Attributes:
         exact: hits that tile the prompt from position 0.
+        served: hit behind them that continues a prompt as it was served, which needs no repair.
         approximate: hits in the rest.
         headers: of every chunk that is hit, by key.
     """
 
     exact: tuple[Hit, ...]
+    served: Hit | None
     approximate: tuple[Hit, ...]
     headers: dict[str, ChunkHeader]
+
+    @property
+    def hits(self) -> tuple[Hit, ...]:
+        """All hits in the order of the prompt."""
+        return (*self.exact, *((self.served,) if self.served else ()), *self.approximate)
 
 
 class Library:
@@ -38,7 +47,9 @@ class Library:
     the store while holding our lock.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, served_bytes: int = 0) -> None:
+        self._served_bytes = served_bytes  # limit of prompts as they were served, within the budget
+        self._served: OrderedDict[str, int] = OrderedDict()  # bytes by key, the one used longest ago first
         self._lock = threading.Lock()
         self._index = ChunkIndex()
         self._store: MemoryStore[KVRun] = MemoryStore(budget_bytes, on_evict=self._left)
@@ -48,9 +59,48 @@ class Library:
         with self._lock:
             exact = self._index.match_exact(scope, ids)
             end = exact[-1].end if exact else 0
-            runs = self._index.match_runs(scope, ids, end) if approximate else ()
-            found = {hit.key: self._index.get(hit.key) for hit in (*exact, *runs)}
-        return Match(exact, runs, {key: header for key, header in found.items() if header is not None})
+            served = self._continued(scope, ids, end) if approximate else None
+            runs = self._index.match_runs(scope, ids, served.end if served else end) if approximate else ()
+            match = Match(exact, served, runs, {})
+            found = {hit.key: self._index.get(hit.key) for hit in match.hits}
+        match.headers.update((key, header) for key, header in found.items() if header is not None)
+        return match
+
+    def _continued(self, scope: Scope, ids: IntArray, start: int) -> Hit | None:
+        hit = self._index.match_served(scope, ids)
+        if hit is None or hit.end < start + ANCHOR_TOKENS:
+            return None
+        if hit.key in self._served:
+            self._served.move_to_end(hit.key)
+        return Hit(start, hit.end - start, hit.key, start)
+
+    def keep_served(self, header: ChunkHeader, kv_bytes: int, take: Callable[[], KVRun]) -> None:
+        """Store a prompt as it was served, in place of one that it continues, and of the oldest beyond the limit."""
+        if kv_bytes > self._served_bytes:
+            return
+        with self._lock:
+            old = self._index.match_served(header.scope, header.tokens)
+            before = self._index.get(old.key) if old else None
+            leaving = [before.key] if old and before is not None and len(before) == old.length < len(header) else []
+        if self.keep(header, kv_bytes, take) != "kept":
+            return
+        with self._lock:
+            if self._index.get(header.key) is not None:
+                self._served[header.key] = kv_bytes
+            room = self._served_bytes - sum(size for key, size in self._served.items() if key not in leaving)
+            for key, size in self._served.items():
+                if room >= 0:
+                    break
+                if key not in leaving:
+                    leaving.append(key)
+                    room += size
+        self.delete(leaving)
+
+    def clear_served(self) -> None:
+        """Forget all prompts as they were served."""
+        with self._lock:
+            keys = list(self._served)
+        self.delete(keys)
 
     @contextmanager
     def pin(self, keys: Sequence[str]) -> Iterator[dict[str, KVRun] | None]:
@@ -109,3 +159,4 @@ class Library:
     def _discard(self, key: str) -> None:
         with self._lock:
             self._index.discard(key)
+            self._served.pop(key, None)

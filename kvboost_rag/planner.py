@@ -24,6 +24,7 @@ class Segment:
         key: chunk that serves the segment; None for "compute".
         offset: first token inside that chunk.
         delta: how far the keys move, in positions; 0 for exact segments.
+        settled: whether an approximate segment was repaired at this very place when it was served before.
     """
 
     kind: Kind
@@ -32,6 +33,7 @@ class Segment:
     key: str | None = None
     offset: int = 0
     delta: int = 0
+    settled: bool = False
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -85,20 +87,25 @@ def make_plan(
     exact: Sequence[Hit],
     approximate: Sequence[Hit] = (),
     headers: Mapping[str, ChunkHeader] | None = None,
+    served: Hit | None = None,
 ) -> Plan:
     """Tile a prompt with hits; whatever no hit covers, and always the last token, is computed.
 
     Args:
         prompt_tokens: length of the prompt, at least 1.
         exact: hits that tile ``[0, e)``.
-        approximate: hits in ``[e, prompt_tokens)``, ascending, not overlapping.
+        approximate: hits behind these, ascending, not overlapping.
         headers: of all approximate hits.
+        served: hit from e on that is not repaired again.
     """
     last = prompt_tokens - 1
     segments: list[Segment] = []
     for hit in exact:
         if hit.start < last:
             segments.append(Segment("exact", hit.start, min(hit.end, last), hit.key, hit.offset))
+    if served is not None and served.start < last:
+        end = min(served.end, last)
+        segments.append(Segment("approximate", served.start, end, served.key, served.offset, settled=True))
     for hit in approximate:
         if hit.start >= last:
             continue
@@ -127,12 +134,13 @@ def _runs(segments: Sequence[Segment], headers: Mapping[str, ChunkHeader]) -> tu
     runs: list[Run] = []
     before: Segment | None = None
     for segment in segments:
-        if segment.kind == "approximate":
+        repairable = segment.kind == "approximate" and not segment.settled
+        if repairable:
             if before is not None and _continues(before, segment, headers):
                 runs[-1] = Run(runs[-1].start, segment.end)
             else:
                 runs.append(Run(segment.start, segment.end))
-        before = segment if segment.kind == "approximate" else None
+        before = segment if repairable else None
     return tuple(runs)
 
 

@@ -21,7 +21,7 @@ from .decode import Answer
 from .errors import RequestTimeoutError
 from .hf import generation_settings, stop_strings
 from .keeping import Keeper
-from .kv import Cancelled
+from .kv import Cancelled, RequestKV
 from .library import Library
 from .planner import Plan, make_plan, without_approximate
 from .prefill import Executed, Executor
@@ -205,20 +205,32 @@ class Serving:
 
     def keep(self, request: Request, served: Served, answer: Sequence[int] = ()) -> None:
         """Store new text of a served prompt, and its answer where the whole history is exact."""
-        if not request.store or not served.new:
+        if not request.store:
             return
         n = len(request.ids)
         kv = served.executed.kv
+        if served.plan.tokens("approximate"):
+            self._keep_served(request, kv, answer)
+        if not served.new:
+            return
         end = n
         new = list(served.new)
-        if not served.plan.runs and new[-1][1] == n:
+        pure = not served.plan.tokens("approximate")
+        if pure and new[-1][1] == n:
             end = min(*kv.lengths, n + len(answer))  # a cancelled step may have reached some layers only
             new[-1] = (new[-1][0], end)
         ids = np.concatenate([request.ids, np.asarray(answer[: end - n], dtype=np.int32)])
-        exact_until = end if not served.plan.runs else served.plan.pure_until
+        exact_until = end if pure else served.plan.pure_until
         kept = self._keeper.keep_prompt(request.scope, ids, kv, new=new, exact_until=exact_until)
         served.stored_tokens = sum(map(len, kept))
         self._drop_forgotten(request, served, kept)
+
+    def _keep_served(self, request: Request, kv: RequestKV, answer: Sequence[int]) -> None:
+        """Keep a prompt of moved documents as it was served, so that its continuation needs no repair again."""
+        end = min(*kv.lengths, len(request.ids) + len(answer))
+        kept = self._keeper.keep_served(request.scope, np.concatenate([request.ids, answer])[:end], kv)
+        if not request.store:  # forgotten in the meantime
+            self._library.delete([kept.key])
 
     def _drop_forgotten(self, request: Request, served: Served, kept: Sequence[ChunkHeader]) -> None:
         """Undo what was kept if it was forgotten in the meantime, by somebody who cannot have seen all of it."""
@@ -236,14 +248,11 @@ class Serving:
             return make_plan(n, ()), reason, ()
         # Text already stored is looked up even when this call may not use it, so that it is not stored again.
         match = self._library.match(request.scope, request.ids, approximate=self._config.reuse == "approximate")
-        full = make_plan(n, match.exact, match.approximate, match.headers)
-        covered = (*match.exact, *match.approximate)
-        new = _gaps(n, [(hit.start, hit.end) for hit in covered])
-        if not full.runs:
-            return full, None, new
+        full = make_plan(n, match.exact, match.approximate, match.headers, match.served)
+        new = _gaps(n, [(hit.start, hit.end) for hit in match.hits])
         if request.reuse == "exact":
             return without_approximate(full), None, new
-        too_dear = self._fallback(full)
+        too_dear = self._fallback(full) if full.runs else None
         return (full if too_dear is None else without_approximate(full)), too_dear, new
 
     def _fallback(self, plan: Plan) -> str | None:

@@ -370,7 +370,7 @@ def test_a_document_first_seen_inside_a_prompt_is_found_in_the_next() -> None:
 
 
 def test_orders_of_the_same_documents_store_no_more_than_the_documents() -> None:
-    engine = engine_of()
+    engine = engine_of(served_share=0.0)
     documents = [text(400 + i, 22) for i in range(5)]
     engine.warm(documents)
     engine.prefill(prompt_of(documents))

@@ -1,0 +1,185 @@
+"""Prompts of moved documents as they were served: their repetition and their continuation need no repair again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost_rag import ConfigError, Engine, EngineConfig, Prefill, SamplingParams
+from kvboost_rag.chunks import ChunkHeader
+from tests.tiny import LIMIT, Forwards, difference, engine_of, off_by, prompt_of, text
+
+DOCUMENTS = [text(seed, 25) for seed in (300, 301, 302, 303)]
+MORE = text(310, 9)
+FEW = SamplingParams(max_tokens=5)
+
+
+def warm_engine(**config: Any) -> Engine:
+    engine = engine_of(**config)
+    engine.warm(DOCUMENTS)
+    return engine
+
+
+def served_of(engine: Engine, namespace: str | None = None) -> list[ChunkHeader]:
+    return [header for header in engine._library.headers(engine._scope(namespace)) if header.origin == "served"]
+
+
+@torch.inference_mode()
+def continued(engine: Engine, prefill: Prefill, ids: list[int]) -> torch.Tensor:
+    """Logits behind ``ids`` that plain Hugging Face computes over the cache of a prefill."""
+    start = len(prefill.token_ids)
+    positions = torch.arange(start, start + len(ids))[None]
+    out = engine.model(input_ids=torch.tensor([ids]), position_ids=positions, cache=prefill.cache, use_cache=True)
+    return out.logits[0, -1].float()
+
+
+def test_the_same_prompt_again_computes_one_token_and_gives_the_same() -> None:
+    engine = warm_engine()
+    prompt = prompt_of(DOCUMENTS[::-1])
+    first = engine.prefill(prompt)
+    assert first.usage.repaired_tokens > 0
+    with Forwards(engine.model) as forwards:
+        again = engine.prefill(prompt)
+    assert forwards.rows == [1]
+    assert (again.usage.repaired_tokens, again.usage.computed_tokens) == (0, 1)
+    assert again.usage.approximate_tokens >= first.usage.approximate_tokens  # it is no exact hit
+    assert difference(again.logits, first.logits) < LIMIT
+
+
+def test_the_next_turn_computes_only_what_is_new() -> None:
+    engine = warm_engine()
+    prompt = engine.tokenize(prompt_of(DOCUMENTS[::-1]))
+    answer = list(engine.generate(prompt, sampling=FEW).token_ids)
+    new = engine.tokenize(MORE)
+    cache_of_first = engine.prefill(prompt, store=False)
+    found = engine.prefill([*prompt, *answer, *new])
+    # The last token of an answer has not run yet when the answer ends.
+    assert found.usage.computed_tokens <= len(new) + 1
+    assert found.usage.repaired_tokens == 0
+    assert difference(found.logits, continued(engine, cache_of_first, [*answer, *new])) < LIMIT
+
+
+def test_a_document_behind_the_common_beginning_is_still_found_and_repaired() -> None:
+    engine = warm_engine()
+    first, last = prompt_of(DOCUMENTS[2:0:-1]), prompt_of([*DOCUMENTS[2:0:-1], DOCUMENTS[3]])
+    engine.prefill(first)
+    found = engine.prefill(last)
+    assert [segment.settled for segment in found.plan.segments if segment.kind == "approximate"].count(True) == 1
+    assert len(found.plan.runs) == 1  # the document that came new
+    assert 0 < found.usage.repaired_tokens < 60
+    assert found.usage.approximate_tokens > 0.8 * found.usage.prompt_tokens
+
+
+def test_a_conversation_is_kept_once() -> None:
+    engine = warm_engine()
+    prompt = engine.tokenize(prompt_of(DOCUMENTS[::-1]))
+    for _ in range(4):
+        answer = engine.generate(prompt, sampling=FEW).token_ids
+        prompt = [*prompt, *answer, *engine.tokenize(MORE)]
+    assert len(served_of(engine)) == 1
+
+
+def test_exact_calls_never_see_it() -> None:
+    engine = warm_engine()
+    prompt = prompt_of(DOCUMENTS[::-1])
+    engine.prefill(prompt)
+    exact = engine.prefill(prompt, reuse="exact")
+    assert exact.usage.approximate_tokens == 0
+    assert off_by(engine, exact) < LIMIT
+
+
+@pytest.mark.parametrize("config", [{"served_share": 0.0}, {"store_prompts": False}])
+def test_it_can_be_switched_off(config: dict[str, Any]) -> None:
+    engine = warm_engine(**config)
+    engine.prefill(prompt_of(DOCUMENTS[::-1]))
+    assert served_of(engine) == []
+
+
+def test_a_call_that_stores_nothing_keeps_nothing() -> None:
+    engine = warm_engine()
+    engine.prefill(prompt_of(DOCUMENTS[::-1]), store=False)
+    assert served_of(engine) == []
+
+
+def test_a_prompt_without_moved_documents_is_not_kept_twice() -> None:
+    engine = engine_of()
+    engine.generate(prompt_of(DOCUMENTS), sampling=FEW)
+    engine.generate(prompt_of(DOCUMENTS), sampling=FEW)
+    assert served_of(engine) == []
+
+
+def test_its_share_of_the_budget_is_never_exceeded_and_the_latest_stay() -> None:
+    budget, share = 4 << 20, 0.25
+    engine = warm_engine(ram_budget_bytes=budget, served_share=share)
+    orders = [DOCUMENTS[i:] + DOCUMENTS[:i] for i in (1, 2, 3)]
+    prompts = [prompt_of(order) + extra for order in orders for extra in ("", " Why?", " How?")]
+    for prompt in prompts:
+        engine.prefill(prompt)
+        assert sum(len(header) for header in served_of(engine)) * 768 <= share * budget
+    kept = [header.tokens.tolist() for header in served_of(engine)]
+    assert 1 < len(kept) < len(prompts)
+    assert engine.tokenize(prompts[-1]) in kept
+    warm = engine.warm(DOCUMENTS)
+    assert warm.already_warm == len(DOCUMENTS)  # documents were not pushed out
+
+
+def test_a_prompt_that_is_used_stays_longer() -> None:
+    engine = warm_engine()
+    engine._library._served_bytes = 400 * 768  # room for two
+    first, second, third = (prompt_of(DOCUMENTS[i:] + DOCUMENTS[:i]) for i in (1, 2, 3))
+    for prompt in (first, second, first, third):
+        engine.prefill(prompt)
+    kept = [header.tokens.tolist() for header in served_of(engine)]
+    assert engine.tokenize(first) in kept
+    assert engine.tokenize(second) not in kept
+
+
+def test_tenants_do_not_share_it() -> None:
+    engine = warm_engine()
+    engine.warm(DOCUMENTS, namespace="other")
+    engine.prefill(prompt_of(DOCUMENTS[::-1]))
+    assert engine.prefill(prompt_of(DOCUMENTS[::-1]), namespace="other").usage.repaired_tokens > 0
+
+
+@pytest.mark.parametrize("how", ["forget", "clear", "recipe"])
+def test_it_goes_with_what_it_was_made_of(how: str) -> None:
+    engine = warm_engine()
+    engine.prefill(prompt_of(DOCUMENTS[::-1]))
+    assert len(served_of(engine)) == 1
+    if how == "forget":
+        engine.forget(DOCUMENTS[1])
+    elif how == "clear":
+        engine.clear()
+    else:
+        engine.recipe = engine.recipe
+    assert served_of(engine) == []
+
+
+def test_what_is_forgotten_while_it_is_served_is_not_kept() -> None:
+    engine = warm_engine()
+    stream = engine.stream(prompt_of(DOCUMENTS[::-1]), sampling=SamplingParams(max_tokens=8))
+    next(stream)
+    engine.forget(DOCUMENTS[1])
+    list(stream)
+    assert served_of(engine) == []
+
+
+def test_a_cancelled_answer_can_be_continued() -> None:
+    engine = warm_engine()
+    prompt = engine.tokenize(prompt_of(DOCUMENTS[::-1]))
+    stream = engine.stream(prompt, sampling=SamplingParams(max_tokens=64))
+    next(stream)
+    stream.close()
+    reference = engine_of(served_share=0.0)
+    reference.warm(DOCUMENTS)
+    again = engine.prefill([*prompt, *engine.tokenize(MORE)])
+    assert again.usage.repaired_tokens == 0
+    plain = continued(reference, reference.prefill(prompt), engine.tokenize(MORE))
+    assert difference(again.logits, plain) < LIMIT
+
+
+def test_a_share_outside_of_its_domain_is_refused() -> None:
+    with pytest.raises(ConfigError, match="served_share is 1.5"):
+        EngineConfig(served_share=1.5)
