@@ -25,10 +25,12 @@ from langchain_core.messages import (
     HumanMessage,
     SystemMessage,
     ToolMessage,
+    trim_messages,
 )
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.rate_limiters import InMemoryRateLimiter
+from langchain_core.runnables import ConfigurableField
 from pydantic import create_model
 
 from kvboost_rag import (
@@ -478,6 +480,12 @@ class TestResponse:
         assert chat.get_num_tokens_from_messages(messages) == chat.invoke(messages).usage_metadata["input_tokens"]
         assert ChatKVBoost(engine=engine, custom_get_token_ids=lambda text: [1, 2]).get_num_tokens("x") == 2
 
+    def test_trimming_counts_with_the_model(self, chat):
+        messages = [HumanMessage("word " * 60), AIMessage("a"), HumanMessage("b")]
+        least = chat.get_num_tokens_from_messages(messages[-1:])
+        kept = trim_messages(messages, max_tokens=least, token_counter=chat, strategy="last", start_on="human")
+        assert kept == messages[-1:]
+
 
 class TestStreaming:
     def test_streaming_equals_invoke(self, chat):
@@ -551,6 +559,29 @@ class TestStreaming:
         answer = asyncio.run(chat.ainvoke("q", config={"callbacks": [Listener()]}))
         assert "".join(heard) == answer.content
         assert len(heard) > 3
+
+    def test_configured_models_stream_too(self, engine):
+        """A configurable model is made anew from all its fields, and LangChain takes streaming=False for an order."""
+        chat = ChatKVBoost(engine=engine, max_tokens=8).configurable_fields(temperature=ConfigurableField(id="heat"))
+        pieces = list(chat.with_config(configurable={"heat": 0.5}).stream("q"))
+        assert len(pieces) > 3
+        assert engine.sampling.temperature == 0.5
+
+    @pytest.mark.parametrize(("streaming", "pieces"), [(False, 1), (True, 8), (None, 8)])
+    def test_streaming_field(self, engine, streaming, pieces):
+        engine.says = "12345678 and so on"
+        chat = ChatKVBoost(engine=engine, max_tokens=8, streaming=streaming)
+        assert len([piece for piece in chat.stream("q") if piece.content]) == pieces
+
+    def test_events(self, chat):
+        async def events():
+            return [event async for event in chat.astream_events("q")]
+
+        told = asyncio.run(events())
+        texts = [e["data"]["chunk"].content for e in told if e["event"] == "on_chat_model_stream"]
+        assert "".join(texts) == chat.invoke("q").content
+        assert told[-1]["event"] == "on_chat_model_end"
+        assert told[-1]["data"]["output"].usage_metadata["output_tokens"] == 8
 
     def test_disable_streaming(self, engine):
         chat = ChatKVBoost(engine=engine, max_tokens=4, disable_streaming=True)

@@ -93,6 +93,22 @@ class TestAnswers:
         assert [bool(chunk.generation_info) for _, chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         assert chunks[-1][1].generation_info["usage_metadata"]["output_tokens"] == 8
 
+    def test_streaming_invoke_tells_callbacks_every_piece(self, engine):
+        heard = []
+
+        class Listener(BaseCallbackHandler):
+            def on_llm_new_token(self, token, **_):
+                heard.append(token)
+
+        plain = KVBoostLLM(engine=engine, max_tokens=8).generate(["river"])
+        llm = KVBoostLLM(engine=engine, max_tokens=8, streaming=True)
+        for ask in (llm.generate, lambda *a, **k: asyncio.run(llm.agenerate(*a, **k))):
+            result = ask(["river"], callbacks=[Listener()])
+            assert "".join(heard) == result.generations[0][0].text == plain.generations[0][0].text
+            assert len(heard) > 3
+            assert result.llm_output["token_usage"] == plain.llm_output["token_usage"]
+            heard.clear()
+
     def test_token_ids_are_the_models(self, llm, engine):
         assert llm.get_token_ids("river stone") == engine.tokenizer("river stone").input_ids
         assert llm.get_num_tokens("river stone") == len(engine.tokenizer("river stone").input_ids)

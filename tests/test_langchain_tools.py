@@ -385,6 +385,28 @@ class TestVoluntary:
         assert prompts[0] == prompts[1]
         assert written in engine.text
 
+    def test_a_call_is_begun_only_where_it_fits(self, engine):
+        call = hermes(("switch", '{"on": true}'))
+        engine.says = f"Now.\n{call}"
+        bound = ChatKVBoost(engine=engine).bind_tools([SWITCH])
+        needed = bound.invoke("q").usage_metadata["output_tokens"] - 1  # the end-of-sequence token may be missing
+        assert len(bound.invoke("q", max_tokens=needed).tool_calls) == 1
+        for tokens in (needed - 1, needed - 4, needed - 9):
+            answer = bound.invoke("q", max_tokens=tokens)
+            assert "<tool_call>" not in answer.content
+            # Denied its marker, the scripted model writes the bare call, which is a call as well where it is complete.
+            assert named(answer.tool_calls) in ([], [("switch", {"on": True})])
+
+    def test_output_version_v1(self, engine):
+        engine.says = "Well.\n" + hermes(("switch", '{"on": true}'))
+        bound = ChatKVBoost(engine=engine, max_tokens=ROOMY, output_version="v1").bind_tools([SWITCH])
+        for answer in (bound.invoke("q"), merged(bound.stream("q"))):
+            assert [block["type"] for block in answer.content] == ["text", "tool_call"]
+            result = ToolMessage("ok", tool_call_id=answer.tool_calls[0]["id"])
+            bound.invoke([HumanMessage("q"), answer, result], max_tokens=1)
+            assert engine.prompt[1]["content"] == "Well."
+            assert engine.prompt[1]["tool_calls"][0]["function"] == {"name": "switch", "arguments": {"on": True}}
+
     def test_calls_without_tools_are_text(self, engine):
         engine.says = hermes(("switch", '{"on": true}'))
         answer = ChatKVBoost(engine=engine, max_tokens=ROOMY).invoke("q")

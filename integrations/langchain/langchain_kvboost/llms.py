@@ -83,10 +83,13 @@ class KVBoostLLM(EngineOptions, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
+        if self.streaming:
+            pieces = [list(self._stream(prompt, stop, run_manager, **kwargs)) for prompt in prompts]
+            return self._llm_result([_joined(answer) for answer in pieces])
         options, engine = self._options(stop, kwargs), self.get_engine()
         with translated():
             answers = [engine.generate(prompt, **options) for prompt in prompts]
-        return self._llm_result(answers)
+        return self._llm_result([self._text(answer) for answer in answers])
 
     async def _agenerate(
         self,
@@ -95,11 +98,14 @@ class KVBoostLLM(EngineOptions, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
+        if self.streaming:
+            streams = [self._astream(prompt, stop, run_manager, **kwargs) for prompt in prompts]
+            return self._llm_result([_joined([piece async for piece in stream]) for stream in streams])
         options = self._options(stop, kwargs)
         engine = await run_in_executor(None, self.get_engine)  # loading would block the event loop
         with translated():
             answers = [await engine.agenerate(prompt, **options) for prompt in prompts]
-        return self._llm_result(answers)
+        return self._llm_result([self._text(answer) for answer in answers])
 
     def _stream(
         self,
@@ -141,14 +147,21 @@ class KVBoostLLM(EngineOptions, BaseLLM):
         metadata = response_metadata(generation, self._name_of_model())
         return {**metadata, "usage_metadata": usage_metadata(generation)}
 
-    def _llm_result(self, answers: list[Generation]) -> LLMResult:
-        totals = [usage_metadata(answer) for answer in answers]
+    def _text(self, answer: Generation) -> TextGeneration:
+        return TextGeneration(text=answer.text, generation_info=self._info(answer))
+
+    def _llm_result(self, answers: list[TextGeneration]) -> LLMResult:
+        totals = [(answer.generation_info or {})["usage_metadata"] for answer in answers]
         usage = {
             "prompt_tokens": sum(total["input_tokens"] for total in totals),
             "completion_tokens": sum(total["output_tokens"] for total in totals),
             "total_tokens": sum(total["total_tokens"] for total in totals),
         }
-        generations = [[TextGeneration(text=answer.text, generation_info=self._info(answer))] for answer in answers]
         return LLMResult(
-            generations=list(generations), llm_output={"token_usage": usage, "model_name": self._name_of_model()}
+            generations=[[answer] for answer in answers],
+            llm_output={"token_usage": usage, "model_name": self._name_of_model()},
         )
+
+
+def _joined(pieces: list[GenerationChunk]) -> TextGeneration:
+    return TextGeneration(text="".join(piece.text for piece in pieces), generation_info=pieces[-1].generation_info)

@@ -51,8 +51,8 @@ class EngineOptions(BaseModel):
     """Makes sampling repeatable."""
     stop: list[str] | None = None
     """Strings that end every answer; stops given per call are added."""
-    streaming: bool = False
-    """Whether `invoke` streams inside, so that callbacks see every piece."""
+    streaming: bool | None = None
+    """True: `invoke` streams inside, so that callbacks see every piece. False: `stream` of a chat model gives one."""
     namespace: str | None = None
     """Tenant whose documents may be reused; None is the engine's default."""
     reuse: Reuse | None = None
