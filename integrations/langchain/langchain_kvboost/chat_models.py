@@ -52,8 +52,9 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
     many were added to the store. The response metadata holds the rest: exact, approximate, repaired and computed
     tokens, `ttft_s`, `finish_reason`, `fallback_reason`.
 
-    Each sampling field, `namespace`, `reuse` and `timeout` may also be given per call (or with `bind`); other keywords
-    raise. A message's `name` is given to the chat template; most templates show it to nobody.
+    Each sampling field, `namespace`, `reuse` and `timeout` may also be given per call (or with `bind`), and so may
+    `model`, which is loaded as this one was and then shared; other keywords raise. A message's `name` is given to the
+    chat template; most templates show it to nobody.
     """
 
     tool_format: str | None = None
@@ -201,7 +202,7 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         with translated():
-            call = self._call(self.get_engine(), messages, stop, kwargs)
+            call = self._call(messages, stop, kwargs)
             generation = call.engine.generate(call.turn.messages, **call.options)
         return self._result(call, generation)
 
@@ -225,8 +226,8 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         with translated():
-            call = self._call(self.get_engine(), messages, stop, kwargs)
-            pieces = _Pieces(call, self._name_of_model())
+            call = self._call(messages, stop, kwargs)
+            pieces = _Pieces(call)
             # Closing stops the computation when the consumer stops reading.
             with closing(call.engine.stream(call.turn.messages, **call.options)) as deltas:
                 for delta in deltas:
@@ -244,7 +245,7 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         with translated():
             call = await self._acall(messages, stop, kwargs)
-            pieces = _Pieces(call, self._name_of_model())
+            pieces = _Pieces(call)
             async with aclosing(call.engine.astream(call.turn.messages, **call.options)) as deltas:
                 async for delta in deltas:
                     if piece := pieces.piece(delta.text, delta.generation):
@@ -257,15 +258,15 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
 
     async def _acall(self, messages: list[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]) -> _Call:
         # Loading and rendering would block the event loop.
-        return await run_in_executor(None, lambda: self._call(self.get_engine(), messages, stop, call))
+        return await run_in_executor(None, lambda: self._call(messages, stop, call))
 
-    def _call(
-        self, engine: Engine, messages: list[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]
-    ) -> _Call:
+    def _call(self, messages: list[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]) -> _Call:
         usage = bool(call.get("stream_usage", self.stream_usage))
         call = {name: value for name, value in call.items() if name not in _STEERING}
         asked = {name: call.pop(name) for name in _TOOL_FIELDS & call.keys()}
+        chat = self._of_model(call.pop("model", None))
         self._options(stop, call)  # unknown arguments raise before anything is prepared
+        engine = chat.get_engine()
         tools = describe(asked.get("tools") or ())
         turn = self._dialect(engine).turn(
             to_prompt(messages),
@@ -283,7 +284,17 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
         }
         if turn.constrained:
             further["stop"] = ()  # the grammar ends the answer; a stop string would cut its JSON
-        return _Call(engine, turn, {**self._options(stop, call, further), "tools": turn.tools}, usage)
+        options = {**self._options(stop, call, further), "tools": turn.tools}
+        return _Call(engine, turn, options, usage, chat._name_of_model())
+
+    def _of_model(self, name: Any) -> ChatKVBoost:
+        """This model, or another one that a call names, with the same configuration and loading options."""
+        if name is None or name == self._name_of_model():
+            return self
+        if not isinstance(name, str):
+            raise ConfigError(f"model is a {type(name).__name__}; a call takes a hub id or a folder, as a string")
+        config = self.engine_config if self.engine is None else self.engine.config
+        return self.model_copy(update={"engine": None, "model": name, "engine_config": config})
 
     def _result(self, call: _Call, generation: Generation) -> ChatResult:
         reply = Reply(generation.text, (), ())
@@ -297,7 +308,7 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
             tool_calls=calls,
             invalid_tool_calls=invalid,
             usage_metadata=usage_metadata(generation),
-            response_metadata=response_metadata(generation, self._name_of_model(), calls=bool(calls)),
+            response_metadata=response_metadata(generation, call.model_name, calls=bool(calls)),
         )
         return ChatResult(generations=[ChatGeneration(message=message)])
 
@@ -310,14 +321,15 @@ class _Call:
     turn: Turn
     options: dict[str, Any]
     stream_usage: bool
+    model_name: str
 
 
 class _Pieces:
     """Makes LangChain's pieces of an answer's deltas; text streams, calls wait until they are complete."""
 
-    def __init__(self, call: _Call, model_name: str) -> None:
+    def __init__(self, call: _Call) -> None:
         self._reader = None if call.turn.reader is None else call.turn.reader()
-        self._model_name, self._usage = model_name, call.stream_usage
+        self._model_name, self._usage = call.model_name, call.stream_usage
 
     def piece(self, text: str, generation: Generation | None) -> ChatGenerationChunk | None:
         """The next piece, or None if there is nothing to show yet."""
