@@ -23,6 +23,7 @@ from langchain_core.messages import (
     ChatMessage,
     FunctionMessage,
     HumanMessage,
+    RemoveMessage,
     SystemMessage,
     ToolMessage,
     trim_messages,
@@ -153,6 +154,10 @@ class TestRequest:
         with pytest.raises(PromptError, match=block["type"]):
             chat.invoke([HumanMessage([block])])
         assert not engine.asked
+
+    def test_messages_without_a_role_raise(self, chat):
+        with pytest.raises(PromptError, match="RemoveMessage"):
+            chat.invoke([HumanMessage("q"), RemoveMessage(id="1")])
 
     def test_instance_sampling(self, engine):
         values = {"temperature": 0.5, "max_tokens": 9, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "seed": 3}

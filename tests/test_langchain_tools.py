@@ -17,11 +17,11 @@ import pytest
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.runnables import RunnableLambda
-from langchain_core.tools import StructuredTool, tool
+from langchain_core.tools import InjectedToolArg, StructuredTool, tool
 from pydantic import BaseModel, Field, field_validator
 from typing_extensions import TypedDict
 
-from kvboost_rag import ConfigError, PromptError
+from kvboost_rag import ConfigError, Engine, EngineConfig, PromptError
 from kvboost_rag.tools import canonical_tools
 from langchain_kvboost import ChatKVBoost, PromptOverflowError
 from langchain_kvboost.tools import describe
@@ -149,6 +149,15 @@ class TestBinding:
         ChatKVBoost(engine=engine, max_tokens=1).bind_tools([tool(weather), weather]).invoke("q")
         assert len(engine.options["tools"]) == 1
 
+    def test_injected_arguments_are_not_shown(self, engine):
+        @tool
+        def save(text: str, user: Annotated[str, InjectedToolArg]) -> str:
+            """Save a text."""
+            return text + user
+
+        ChatKVBoost(engine=engine, max_tokens=1).bind_tools([save]).invoke("q")
+        assert list(engine.options["tools"][0]["function"]["parameters"]["properties"]) == ["text"]
+
     def test_two_tools_of_one_name(self, engine):
         with pytest.raises(ConfigError, match="two different tools"):
             ChatKVBoost(engine=engine).bind_tools([SWITCH, tool_dict("switch", "Another.")])
@@ -260,6 +269,17 @@ class TestForced:
         assert answer.content == ""
         assert answer.usage_metadata["output_tokens"] == expected.usage_metadata["output_tokens"]
         assert answer.response_metadata["finish_reason"] == "tool_calls"
+
+    def test_llama_cpp_1995_threads_at_once(self):
+        """On an engine whose tokenizer nobody has prepared for constrained decoding yet."""
+        engine = recording(window=1024)
+        bound = ChatKVBoost(engine=engine, max_tokens=ROOMY).bind_tools([SWITCH], tool_choice="any")
+        answers = bound.batch(["q"] * 4)
+        again = asyncio.run(bound.abatch(["q"] * 4))
+        expected = named(bound.invoke("q").tool_calls)
+        assert all(named(answer.tool_calls) == expected for answer in [*answers, *again])
+        ids = [call["id"] for answer in [*answers, *again] for call in answer.tool_calls]
+        assert len(set(ids)) == 8
 
     def test_stops_do_not_cut_a_forced_call(self, plain):
         chat = ChatKVBoost(engine=plain, max_tokens=ROOMY, stop=['"', ":"])
@@ -660,6 +680,18 @@ class TestStructuredOutput:
         assert isinstance(chat.with_structured_output(Folder, method=method).invoke("q"), Folder)
 
     @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+    def test_aliases_defaults_and_nested_classes(self, plain, method):
+        class Room(BaseModel):
+            """A room."""
+
+            lamp: Lamp
+            size: Literal[1, 2] = Field(alias="room-size")
+            dark: bool = False
+
+        chat = ChatKVBoost(engine=plain, max_tokens=ROOMY)
+        assert isinstance(chat.with_structured_output(Room, method=method).invoke("q").lamp, Lamp)
+
+    @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
     def test_typeddict_with_optional_keys(self, plain, method):
         class Door(TypedDict):
             """A door."""
@@ -811,3 +843,41 @@ class TestWarmTools:
             chat.warm_tools(LONG_TOOLS)
             details = self.read(chat, LONG_TOOLS[::-1])
             assert details["exact_tokens"] + details["approximate_tokens"] > 0.5 * len(chat.engine.ids)
+
+
+@pytest.fixture(scope="module")
+def real(model_path):
+    engine = Engine.from_pretrained(str(model_path), config=EngineConfig(fallback=False))
+    yield engine
+    engine.close()
+
+
+@pytest.mark.model
+class TestRealModel:
+    def test_forced_call(self, real):
+        chat = ChatKVBoost(engine=real, max_tokens=48)
+        answer = chat.bind_tools([Weather, Sun], tool_choice="any").invoke("How is the weather in Oslo in two days?")
+        assert len(answer.tool_calls) == 1
+        assert answer.content == ""
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+    def test_structured_output(self, real, method):
+        chat = ChatKVBoost(engine=real, max_tokens=96)
+        question = "Describe a red lamp that is on as a JSON object with the keys on and colour."
+        found = chat.with_structured_output(None if method == "json_mode" else Lamp, method=method).invoke(question)
+        assert isinstance(found, dict if method == "json_mode" else Lamp)
+
+    @pytest.mark.slow
+    def test_warm_tools_start_sooner(self, real):
+        chat = ChatKVBoost(engine=real, max_tokens=1)
+        tools = [
+            tool_dict(
+                name, f"Look up the {name} of a town, and of the villages around it, in the land register.", on=FLAG
+            )
+            for name in ("taxes", "schools", "bridges", "wells", "mills", "forests")
+        ]
+        cold = chat.bind_tools(tools).invoke("How many wells?", namespace="cold").response_metadata
+        chat.warm_tools(tools)
+        warm = chat.bind_tools(tools[::-1]).invoke("How many wells?").response_metadata
+        assert warm["computed_tokens"] < 0.5 * cold["computed_tokens"]
