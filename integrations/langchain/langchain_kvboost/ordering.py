@@ -1,4 +1,4 @@
-"""Ordering retrieved documents so that a prompt begins as an earlier one did, whose KV is exact as it stands."""
+"""Ordering retrieved documents so that a prompt begins as an earlier one did, whose KV is used as it was served."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PrefixOrderCompressor(BaseDocumentCompressor):
     """Puts documents into an order that continues one served before, with the best of them last, next to the question.
 
     Retrieval ranks differ from question to question, so that prompts over the same documents have no common beginning.
-    KV behind an equal beginning is exact and needs no repair, in every mode of reuse. No document is dropped or
-    doubled, and the same calls give the same orders.
+    An equal beginning is used as it was served, without repair; in exact mode it is all that is reused of documents. No
+    document is dropped or doubled, and the same calls give the same orders.
 
     Example:
         >>> ContextualCompressionRetriever(base_compressor=PrefixOrderCompressor(), base_retriever=retriever)
