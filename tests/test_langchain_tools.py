@@ -837,12 +837,24 @@ class TestWarmTools:
         details = self.read(chat.model_copy(update={"namespace": "theirs"}), LONG_TOOLS)
         assert details["exact_tokens"] + details["approximate_tokens"] > 100
 
+    def test_what_would_have_no_effect_raises(self, engine):
+        with pytest.raises(ConfigError, match="system="):
+            ChatKVBoost(engine=engine, reuse="exact").warm_tools(LONG_TOOLS)
+        with pytest.raises(ConfigError, match="reuse is 'off'"):
+            ChatKVBoost(engine=recording(reuse="off")).warm_tools(LONG_TOOLS)
+        with pytest.raises(PromptOverflowError):
+            ChatKVBoost(engine=engine).warm_tools(LONG_TOOLS, system="s " * engine.window_tokens)
+
     def test_in_every_family(self):
         for family in ("llama3", "mistral"):
             chat = ChatKVBoost(engine=engine_of_family(family), max_tokens=1)
             chat.warm_tools(LONG_TOOLS)
             details = self.read(chat, LONG_TOOLS[::-1])
             assert details["exact_tokens"] + details["approximate_tokens"] > 0.5 * len(chat.engine.ids)
+            chat.warm_tools(LONG_TOOLS, system="Be kind.", namespace="system")
+            tenant = chat.model_copy(update={"namespace": "system", "reuse": "exact"})
+            details = self.read(tenant, LONG_TOOLS, [("system", "Be kind."), ("human", "h")])
+            assert details["exact_tokens"] > 0.5 * len(chat.engine.ids)
 
 
 @pytest.fixture(scope="module")

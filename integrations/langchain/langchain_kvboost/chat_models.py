@@ -185,14 +185,21 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
             system: the system prompt that agents will have; prompts with it and with these tools in this order are then
                 exact hits. None: no system prompt is favoured.
             namespace: tenant that may use them.
+
+        Raises:
+            ConfigError: without a system prompt, where only exact hits are used: there would be none.
+            PromptError: the chat template does not render tools one behind the other.
         """
         engine = self.get_engine()
         dialect, described = self._dialect(engine), describe(tools)
         tenant = self.namespace if namespace is None else namespace
         if system is None:
+            if "exact" in (self.reuse, engine.config.reuse):
+                raise ConfigError("reuse is 'exact', which finds tools behind the same beginning only; give system=")
             return engine.warm(dialect.tool_texts(described), namespace=tenant)
-        before, text = dialect.tool_prefix(described, system)
-        return engine.warm([text], context=before, namespace=tenant)
+        with translated():
+            before, text = dialect.tool_prefix(described, system)
+            return engine.warm([text], context=before, namespace=tenant)
 
     def _generate(
         self,
