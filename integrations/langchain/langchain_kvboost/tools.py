@@ -22,6 +22,7 @@ from langchain_core.output_parsers import (
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, PydanticUserError, TypeAdapter
 
 from kvboost_rag import ConfigError
@@ -117,7 +118,11 @@ def titled(schema: Any) -> Any:
 
 def traced_schema(schema: Any) -> dict[str, Any] | None:
     """A schema for traces, with its name; LangChain would describe the class itself, and cannot describe all."""
-    return None if schema is None else {"title": describe([schema])[0]["function"]["name"], **schema_of(schema)}
+    if schema is None:
+        return None
+    described = _describe(schema)["function"]
+    words = {"description": described["description"]} if described.get("description") else {}
+    return {"title": described["name"], **words, **schema_of(schema)}
 
 
 def calls_of(reply: Reply) -> tuple[list[ToolCall], list[InvalidToolCall]]:
@@ -150,14 +155,14 @@ def written(args: str | None) -> str:
 
 def json_parser(schema: Any) -> BaseOutputParser[Any]:
     """Reads an answer that is JSON: as an object of a pydantic class, or as a dict."""
-    if isinstance(schema, type) and issubclass(schema, BaseModel):
+    if isinstance(schema, type) and is_basemodel_subclass(schema):  # of pydantic's version 1, too
         return PydanticOutputParser(pydantic_object=schema)
     return JsonOutputParser()
 
 
 def call_parser(schema: Any) -> BaseOutputParser[Any]:
     """Reads the arguments of an answer's call, likewise."""
-    if isinstance(schema, type) and issubclass(schema, BaseModel):
+    if isinstance(schema, type) and is_basemodel_subclass(schema):
         return PydanticToolsParser(tools=[schema], first_tool_only=True)
     return JsonOutputKeyToolsParser(key_name=_describe(schema)["function"]["name"], first_tool_only=True)
 
