@@ -656,6 +656,9 @@ class TestLimits:
         assert raised.value.window_tokens == engine.window_tokens
         assert raised.value.prompt_tokens > engine.window_tokens
         assert str(raised.value.prompt_tokens) in str(raised.value)
+        copied = pickle.loads(pickle.dumps(raised.value))
+        assert str(copied) == str(raised.value)
+        assert copied.prompt_tokens == raised.value.prompt_tokens
 
     @pytest.mark.parametrize("form", ["stream", "ainvoke", "astream"])
     def test_overflow_in_every_form(self, chat, engine, form):

@@ -203,6 +203,38 @@ class TestAnswers:
         turn = dialect_of("fallback").turn(USER, schema=schema, max_tokens=99)
         jsonschema.validate(json.loads(answer("fallback", turn).text), schema)
 
+    @pytest.mark.parametrize("family", ["fallback", "hermes", "llama3", "mistral"])
+    def test_calls_or_a_schema(self, family):
+        schema = {"type": "object", "properties": {"name": {"const": "switch"}}, "required": ["name"]}
+        dialect = dialect_of(family)
+        turn = dialect.turn(USER, tools=[SWITCH], schema=schema, max_tokens=300)
+        assert turn.constrained
+        text = answer(family, turn, '{"name": "switch"}').text
+        for size in (1, 7, len(text)):
+            reader = turn.reader()
+            shown = "".join(reader.push(text[at : at + size]) for at in range(0, len(text), size))
+            reply = reader.finish()
+            assert (shown + reply.rest, reply.text, reply.calls) == (text, text, ())
+        f = dialect.format
+        body = f'{{"{f.name_key}": "switch", "{f.arguments_key}": {{"on": true}}}}'
+        written = f.begin + f.call_begin + body + f.call_end + f.end
+        turn = dialect.turn(USER, tools=[SWITCH], schema=schema, max_tokens=300)
+        text = answer(family, turn, written).text
+        for size in (1, 7, len(text)):
+            reader = turn.reader()
+            shown = "".join(reader.push(text[at : at + size]) for at in range(0, len(text), size))
+            reply = reader.finish()
+            assert (shown, reply.rest, reply.text) == ("", "", "")
+            assert reply.calls[0].arguments == {"on": True}
+
+    def test_calls_or_a_schema_cut_short(self):
+        turn = dialect_of("hermes").turn(USER, tools=[SWITCH], schema={"type": "object"}, max_tokens=300)
+        reader = turn.reader()
+        assert reader.push("<tool_ca") == ""
+        reply = reader.finish()
+        assert (reply.text, reply.rest) == ("<tool_ca", "<tool_ca")
+        assert turn.reader().finish().text == ""
+
     @pytest.mark.parametrize(("parallel", "calls"), [(None, 2), (True, 2), (False, 1)])
     def test_voluntary_calls(self, parallel, calls):
         turn = dialect_of("hermes").turn(USER, tools=[SWITCH], parallel=parallel, max_tokens=400)

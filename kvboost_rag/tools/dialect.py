@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from secrets import token_hex
 from typing import Any, Literal, TypeAlias
 
 from ..errors import ConfigError, ContextOverflowError, PromptError
-from .calls import ReplyReader
+from .calls import Reply, ReplyReader
 from .constraint import Constraint, constraint_for
 from .formats import JSON, ToolFormat, detect, of_name
 from .grammar import (
@@ -49,7 +49,44 @@ class Turn:
     logits_processors: tuple[Callable[..., Any], ...] = ()
     skip_special_tokens: bool = True
     constrained: bool = False
-    reader: Callable[[], ReplyReader] | None = None
+    reader: Callable[[], ReplyReader | AnswerReader] | None = None
+
+
+class AnswerReader:
+    """Reads an answer that is either calls or JSON, as a grammar of both makes it; JSON may look like a bare call.
+
+    Args:
+        format: how calls are written.
+        names: of the tools.
+    """
+
+    def __init__(self, format: ToolFormat, names: Sequence[str]) -> None:
+        keys = [f'{{"{format.name_key}":{json.dumps(name)},"{format.arguments_key}":' for name in names]
+        self._openings = tuple(_compact(format.begin + format.call_begin) + key for key in keys)
+        self._calls, self._answer = ReplyReader(format, names), ReplyReader(format, ())
+        self._chosen: ReplyReader | None = None
+        self._held = ""
+
+    def push(self, delta: str) -> str:
+        """See `ReplyReader.push`."""
+        if self._chosen is not None:
+            return self._chosen.push(delta)
+        self._held += delta
+        begun = _compact(self._held)
+        if any(begun.startswith(opening) for opening in self._openings):
+            self._chosen = self._calls
+        elif not any(opening.startswith(begun) for opening in self._openings):
+            self._chosen = self._answer
+        return "" if self._chosen is None else self._chosen.push(self._held)
+
+    def finish(self) -> Reply:
+        """See `ReplyReader.finish`."""
+        if self._chosen is None:  # an answer that was cut
+            self._chosen = self._calls
+            shown = self._chosen.push(self._held)
+            reply = self._chosen.finish()
+            return replace(reply, rest=shown + reply.rest)
+        return self._chosen.finish()
 
 
 class Dialect:
@@ -114,13 +151,14 @@ class Dialect:
         processors = () if grammar is None else (_Processor(self._constraint(), grammar, max_tokens, window_tokens),)
         markers = bool(shown) and not set(self.format.special).isdisjoint(self._special())
         names, thinking = tuple(named), text.rstrip().endswith(_THINKING)
+        either = bool(shown) and schema is not None and not forced
         return Turn(
             messages=rendered,
             tools=shown if self.native and shown else None,
             logits_processors=processors,
             skip_special_tokens=not markers,
             constrained=grammar is not None and not grammar.free,
-            reader=(lambda: ReplyReader(self.format, names, thinking=thinking)) if shown else None,
+            reader=_reader(self.format, names, thinking=thinking, either=either) if shown else None,
         )
 
     def tool_texts(self, tools: Sequence[Mapping[str, Any]], messages: Sequence[Message] = ()) -> list[str]:
@@ -280,6 +318,18 @@ def _told(messages: Sequence[Message], schema: Mapping[str, Any]) -> list[Messag
         made[0]["content"] = f"{made[0]['content']}\n\n{wish}"
         return made
     return [{"role": "system", "content": wish}, *made]
+
+
+def _reader(
+    format: ToolFormat, names: Sequence[str], *, thinking: bool, either: bool
+) -> Callable[[], ReplyReader | AnswerReader]:
+    if either:
+        return lambda: AnswerReader(format, names)
+    return lambda: ReplyReader(format, names, thinking=thinking)
+
+
+def _compact(text: str) -> str:
+    return "".join(text.split())
 
 
 def _shared(one: str, other: str) -> int:
