@@ -45,8 +45,9 @@ for name in (
 
 Detail = Literal["audio_input", "audio_output", "reasoning_output", "cache_read_input", "cache_creation_input"]
 
-UNASKED = "135M parameters do not call a tool unasked; the 0.5B of Qwen2.5 do"
-UNTOLD = "135M parameters do not write the keys that only the prompt asks for; the 0.5B of Qwen2.5 do"
+# By hand, the 0.5B of Qwen2.5-Coder pass these: the first as they are, the second when sampling (greedy, they go round).
+UNASKED = "135M parameters do not call a tool unasked"
+UNTOLD = "135M parameters do not write the keys that only the prompt asks for"
 
 
 class _SmallModel:
@@ -129,7 +130,7 @@ class TestIntegration(_SmallModel, ChatModelIntegrationTests):
     @pytest.mark.slow
     @pytest.mark.xfail(reason=UNTOLD)
     def test_json_mode(self, model: BaseChatModel) -> None:
-        super().test_json_mode(model)
+        super().test_json_mode(model.model_copy(update={"max_tokens": 96}))  # room for both keys
 
     @pytest.mark.slow
     @pytest.mark.xfail(reason=UNASKED)
