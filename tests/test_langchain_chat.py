@@ -982,6 +982,7 @@ class TestRealModel:
         assert off.content == exact.content
         assert off.usage_metadata["input_token_details"]["cache_read"] == 0
 
+    @pytest.mark.slow
     def test_stop_max_tokens_seed(self, real):
         chat = ChatKVBoost(engine=real, max_tokens=12)
         plain = chat.invoke("Count from one to ten in words.")
