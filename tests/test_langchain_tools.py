@@ -198,10 +198,10 @@ class TestBinding:
 FORMATS = [
     *((family, None) for family in TOKENIZERS),
     *(("fallback", format) for format in ("hermes", "llama3", "mistral")),
-    *(("hermes", format) for format in ("llama3", "mistral", "json")),
+    ("hermes", "json"),
     *(
         pytest.param(family, format, marks=pytest.mark.slow)
-        for family in ("llama3", "mistral")
+        for family in ("hermes", "llama3", "mistral")
         for format in ("hermes", "llama3", "mistral", "json")
     ),
 ]
@@ -577,8 +577,16 @@ SCHEMAS = {
 class TestStructuredOutput:
     """32197, 29569, 17553."""
 
-    @pytest.mark.parametrize("kind", list(SCHEMAS))
-    @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+    @pytest.mark.parametrize(
+        ("method", "kind"),
+        [
+            *(("json_schema", kind) for kind in SCHEMAS),
+            *(("function_calling", kind) for kind in ("pydantic", "typeddict", "untitled")),
+            *(("json_mode", kind) for kind in ("pydantic", "schema")),
+            *(pytest.param("function_calling", kind, marks=pytest.mark.slow) for kind in ("schema", "openai")),
+            *(pytest.param("json_mode", kind, marks=pytest.mark.slow) for kind in ("typeddict", "untitled", "openai")),
+        ],
+    )
     def test_methods_and_schemas(self, plain, method, kind):
         plain.says = '{"on": true, "colour": "green"}' if method == "json_mode" else None
         chain = ChatKVBoost(engine=plain, max_tokens=ROOMY).with_structured_output(SCHEMAS[kind], method=method)
