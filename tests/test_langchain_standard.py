@@ -23,6 +23,7 @@ pytestmark = pytest.mark.model
 for _, method in inspect.getmembers(ChatModelIntegrationTests, inspect.iscoroutinefunction):
     pytest.mark.asyncio(method)  # the suites leave that to the project's configuration
 for name in (
+    "test_abatch",
     "test_anthropic_inputs",
     "test_bind_runnables_as_tools",
     "test_conversation",
@@ -45,7 +46,7 @@ for name in (
 
 Detail = Literal["audio_input", "audio_output", "reasoning_output", "cache_read_input", "cache_creation_input"]
 
-# By hand, the 0.5B of Qwen2.5-Coder pass these: the first as they are, the second when sampling (greedy, they go round).
+# The 0.5B of Qwen2.5-Coder pass these by hand: the first as it is, the second when sampling (greedy, they go round).
 UNASKED = "135M parameters do not call a tool unasked"
 UNTOLD = "135M parameters do not write the keys that only the prompt asks for"
 
