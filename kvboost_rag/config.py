@@ -114,6 +114,7 @@ class SamplingParams:
         top_p, top_k, min_p, repetition_penalty: as in Hugging Face `generate`.
         stop: strings that end the answer; never part of it.
         seed: makes sampling repeatable.
+        model_stops: also stop at the strings that the model's own generation config names.
         skip_special_tokens: leave special tokens out of the text. Some families mark tool calls with them.
         logits_processors: extra Hugging Face logits processors (constrained decoding and the like).
     """
@@ -126,6 +127,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    model_stops: bool = True
     skip_special_tokens: bool = True
     logits_processors: tuple[Callable[..., Any], ...] = field(default=(), repr=False)
 
@@ -141,8 +143,9 @@ class SamplingParams:
             _in_range("top_k", self.top_k, 0, 1 << 31)
         if self.repetition_penalty is not None and not self.repetition_penalty > 0:
             raise ConfigError(f"repetition_penalty is {self.repetition_penalty!r}; it must be above 0")
-        if not isinstance(self.skip_special_tokens, bool):
-            raise ConfigError(f"skip_special_tokens is {self.skip_special_tokens!r}; it must be True or False")
+        for name in ("model_stops", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.seed is not None:
             _in_range("seed", self.seed, 0, (1 << 64) - 1)
 

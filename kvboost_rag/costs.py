@@ -49,6 +49,6 @@ class CostModel:
         if recipe.probe == "deviation":
             seconds += self.pass_cost(moved + fresh, n / 2, share=0.1)
         elif recipe.probe == "query":
-            seconds += self.pass_cost(min(fresh, 128) + floor, seen, share=recipe.probe_to)
+            seconds += self.pass_cost(min(fresh, 128), seen, share=recipe.probe_to)
         rows = min(fresh + floor + picked, n - plan.exact_end)
         return seconds + self.pass_cost(rows, seen)

@@ -109,6 +109,11 @@ class Engine:
         return self._config
 
     @property
+    def fingerprint(self) -> str:
+        """Identity of the model as it is now: weights, adapter, tokenizer, rotary frequencies, dtype."""
+        return self._current_fingerprint()
+
+    @property
     def window_tokens(self) -> int:
         """Most tokens that prompt and answer may have together: the model's context window."""
         return self._window_tokens
@@ -333,7 +338,7 @@ class Engine:
         self._structure, state = self._watch.look()
         with self._lock:
             parts = assemble(self.model, self.tokenizer, self.config)
-        self._fingerprints[state] = self.fingerprint = parts.fingerprint
+        self._fingerprints[state] = parts.fingerprint
         self.checked, self.calibration = parts.checked, parts.calibration
         self._window_tokens = parts.window_tokens
         self._encoder, self._library = parts.encoder, parts.library
@@ -350,8 +355,7 @@ class Engine:
                 self._fingerprints[state] = fingerprint(self.model, self.tokenizer)
                 if len(self._fingerprints) > REMEMBERED:
                     self._fingerprints.popitem(last=False)
-            self.fingerprint = self._fingerprints[state]
-            return self.fingerprint
+            return self._fingerprints[state]
 
     @contextlib.contextmanager
     def _running(self, cancel: threading.Event | None = None) -> Iterator[None]:

@@ -11,6 +11,10 @@
 Every message names the value, the limit and the remedy.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class KVBoostError(Exception):
     """Base of every error raised on purpose by this package."""
@@ -35,10 +39,18 @@ class ContextOverflowError(PromptError):
     def __init__(self, prompt_tokens: int, window_tokens: int, *, extra: str = "") -> None:
         self.prompt_tokens = prompt_tokens
         self.window_tokens = window_tokens
+        self._extra = extra
         super().__init__(
             f"the prompt has {prompt_tokens} tokens but the model's context window holds {window_tokens}"
             f"{extra}; retrieve fewer documents, shorten them, or use a model with a longer window"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _overflow, (type(self), self.prompt_tokens, self.window_tokens, self._extra)
+
+
+def _overflow(kind: type[ContextOverflowError], prompt_tokens: int, window_tokens: int, extra: str) -> Any:
+    return kind(prompt_tokens, window_tokens, extra=extra)
 
 
 class UnsupportedModelError(KVBoostError):

@@ -171,7 +171,7 @@ def stop_strings(model: Any, tokenizer: Any, sampling: SamplingParams) -> tuple[
     Raises:
         ConfigError: there are some, but no tokenizer that could tell the text of an answer.
     """
-    own = model.generation_config.stop_strings or ()
+    own = (model.generation_config.stop_strings if sampling.model_stops else None) or ()
     stops = (*sampling.stop, *((own,) if isinstance(own, str) else own))
     if stops and tokenizer is None:
         raise ConfigError(f"stop is {list(stops)!r}, but without a tokenizer an answer has no text; load a tokenizer")

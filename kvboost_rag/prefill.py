@@ -198,7 +198,7 @@ class _Request:
         low, high = math.floor(self.recipe.probe_from * depth), max(1, math.ceil(self.recipe.probe_to * depth))
         asking = new[new >= self.plan.pure_until][-PROBE_ROWS:]
         leading = new[new < self.plan.pure_until]
-        rows = np.unique(np.concatenate([leading, floor_positions(self.plan.runs, self.recipe.floor_tokens), asking]))
+        rows = np.concatenate([leading, asking])  # the runs' first tokens beside them change nothing, measured
         probe = AttentionProbe(
             torch.from_numpy(np.searchsorted(rows, asking)).to(self.device), frozenset(range(min(low, high - 1), high))
         )

@@ -54,8 +54,8 @@ class Recipe:
     least_tokens: int = 12
     floor_tokens: int = 4
     window_tokens: int = 16
-    probe_from: float = 0.25
-    probe_to: float = 0.75
+    probe_from: float = 0.4
+    probe_to: float = 0.6
     deviation_layer: int = 1
     offset: float = 0.5
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,15 @@ from tests.tiny import LIMIT, VOCAB, WINDOW, engine_of, new_model, off_by, promp
 
 DOCUMENTS = [text(seed, 25) for seed in (100, 101, 102)]
 SHORT = SamplingParams(max_tokens=3)
+
+
+def test_an_overflow_can_be_sent_to_another_process() -> None:
+    error = pickle.loads(pickle.dumps(ContextOverflowError(9, 8, extra=" (x)")))
+    assert (error.prompt_tokens, error.window_tokens, str(error)) == (
+        9,
+        8,
+        str(ContextOverflowError(9, 8, extra=" (x)")),
+    )
 
 
 @pytest.fixture(scope="module")

@@ -257,7 +257,6 @@ class TestResponseCache:
         KVBoostLLM(engine=another, max_tokens=3, cache=llm.cache).invoke("q")
         assert len(another.asked) == 1
 
-    @pytest.mark.xfail(reason="Engine.fingerprint is that of the last request, not of the model as it is now")
     def test_a_model_that_changed_differs(self):
         engine = recording()
         llm = KVBoostLLM(engine=engine, max_tokens=3, cache=InMemoryCache())

@@ -750,7 +750,6 @@ class TestStructuredOutput:
             assert json.loads(answer.content) == {"name": "switch", "on": True}
             assert answer.tool_calls == []
 
-    @pytest.mark.xfail(reason="the model's own stop strings cannot be turned off for a constrained answer")
     def test_own_stop_strings_of_a_model_do_not_cut_json(self):
         engine = recording(window=1024)
         engine.model.generation_config.stop_strings = ['"']
