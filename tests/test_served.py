@@ -181,5 +181,5 @@ def test_a_cancelled_answer_can_be_continued() -> None:
 
 
 def test_a_share_outside_of_its_domain_is_refused() -> None:
-    with pytest.raises(ConfigError, match="served_share is 1.5"):
+    with pytest.raises(ConfigError, match=r"served_share is 1\.5"):
         EngineConfig(served_share=1.5)

@@ -290,10 +290,8 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
             "skip_special_tokens": turn.skip_special_tokens,
         }
         if turn.constrained:
-            further |= {
-                "stop": (),
-                "model_stops": False,
-            }  # the grammar ends the answer; a stop string would cut its JSON
+            # The grammar ends the answer; a stop string would cut its JSON.
+            further |= {"stop": (), "model_stops": False}
         options = {**self._options(stop, call, further), "tools": turn.tools}
         return _Call(engine, turn, options, usage, chat._name_of_model())
 
