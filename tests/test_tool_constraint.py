@@ -464,6 +464,13 @@ class TestRealModel:
         text = self.answer(engine, grammar, len(ending) + 1 + more)
         jsonschema.validate(json.loads(text), schema)
 
+    @pytest.mark.parametrize("tokens", [24, 40])
+    def test_a_string_that_is_ended_early_gets_no_stray_bracket(self, engine: Engine, tokens: int) -> None:
+        fields = {"setup": {"type": "string"}, "punchline": {"type": "string"}}
+        schema = {"type": "object", "properties": fields, "required": ["setup", "punchline"]}
+        text = self.answer(engine, json_grammar(schema), tokens)
+        assert not any(value.endswith(("}", "]")) for value in json.loads(text).values())
+
     def test_hot_sampling_stays_valid(self, engine: Engine) -> None:
         text = self.answer(engine, json_grammar(WEATHER), 24, temperature=1.8, seed=1)
         jsonschema.validate(json.loads(text), WEATHER)

@@ -155,6 +155,9 @@ def _dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+_STRAY = re.compile(r"[\s,.]*[}\]]")
+
+
 class Closer:
     """Finds short endings of answers that have begun, for one tokenizer. Thread-safe: it works on copies.
 
@@ -170,7 +173,8 @@ class Closer:
         values = ["0", " 0", '""', ' ""', "null", " null", "{}", " {}", "[]", " []", "true", " true", "1", " 1"]
         # Signs first: behind a sign, most patterns go on to their next part. An escape leads nowhere.
         order = '"}],:@./-_ \n<0123456789' + "".join(chr(code) for code in range(32, 127) if chr(code) != "\\")
-        self._closers = self._single([text for text in signs if not text.startswith('""')])
+        # A quote behind a bracket begins a key, or ends a string that the bracket would be a stray part of.
+        self._closers = self._single([text for text in signs if not text.startswith('""') and '"' not in text[1:]])
         self._values = self._single(values)
         letters = self._single([*dict.fromkeys(order), "\\"])
         self._ranked = np.array(list(dict.fromkeys([*self._closers, *self._values, *letters])), dtype=np.int64)
@@ -214,6 +218,15 @@ class Closer:
             if self.ends(matcher, known[-size:]):
                 return known[-size:]
         return None
+
+    def tidy(self, tokens: Sequence[int], ending: Sequence[int]) -> list[int]:
+        """The tokens without those that would close a bracket inside a string, where it is a stray character.
+
+        A model that wants to end prefers ``}",`` to ``",``, and both end the string.
+        """
+        if not ending or not self._tokenizer.decode_str(list(ending[:1])).startswith('"'):
+            return list(tokens)
+        return [token for token in tokens if not _STRAY.match(self._tokenizer.decode_str([token]))]
 
     def ends(self, matcher: LLMatcher, tokens: Sequence[int]) -> bool:
         """Whether the answer is complete behind these tokens."""

@@ -242,7 +242,8 @@ class ConstraintProcessor:
         if not self._scarce():
             return forced or self._mask(scores)
         assert self._ending is not None
-        return self._fitting(forced or self._likeliest(scores)) or self._ending[:1] or self._eos
+        likely = forced or self._closer.tidy(self._likeliest(scores), self._ending)
+        return self._fitting(likely) or self._ending[:1] or self._eos
 
     def _check(self) -> None:
         if self._matcher.is_error():
