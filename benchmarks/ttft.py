@@ -130,6 +130,13 @@ def _splitter(engine: Engine, item: Item, rng: random.Random) -> Item:
     return replace(item, passages=tuple(pieces))
 
 
+def _served(engine: Engine, item: Item, rng: random.Random) -> Item:
+    """Moved documents that were served before, behind the same preamble and in this very order."""
+    moved = replace(item, passages=_shuffled(item.passages, rng))
+    engine.prefill(moved.messages(), store=True)
+    return replace(moved, question=QUESTIONS[-1].format(name=rng.choice(item.passages).name))
+
+
 def _cold(engine: Engine, item: Item, rng: random.Random) -> Item:
     return item
 
@@ -139,6 +146,7 @@ SCENARIOS = {
     "same prompt": _same,
     "new question": _question,
     "reordered": _reordered,
+    "moved before": _served,
     "first question": _first,
     "other preamble": _preamble,
     "overlapping pieces": _splitter,
@@ -154,7 +162,8 @@ def measure(
     """All arms of one prompt, in a random order."""
     rng = random.Random(f"{args.seed} {item.question} {scenario}")
     engine.clear(SEEN)
-    namespace = "default" if SCENARIOS[scenario] in (_reordered, _first, _splitter) else SEEN
+    engine.recipe = engine.recipe  # forgets prompts as they were served
+    namespace = "default" if SCENARIOS[scenario] in (_reordered, _served, _first, _splitter) else SEEN
     messages = SCENARIOS[scenario](engine, item, rng).messages()
     ids = torch.tensor([engine.tokenize(messages)])
     arms = ["full recompute", "exact prefix", "ours"]
