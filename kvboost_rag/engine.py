@@ -109,6 +109,11 @@ class Engine:
         return self._config
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
     def fingerprint(self) -> str:
         """Identity of the model as it is now: weights, adapter, tokenizer, rotary frequencies, dtype."""
         return self._current_fingerprint()

@@ -30,7 +30,7 @@ def load_pretrained(
     Raises:
         ConfigError: what is meant as a folder is none, or holds no model.
     """
-    _check_place(model, gguf_file)
+    model = _place(model, gguf_file)
     names = ("revision", "token", "cache_dir", "trust_remote_code", "subfolder")
     shared: dict[str, Any] = {key: hf[key] for key in names if key in hf}
     if gguf_file is not None:
@@ -61,8 +61,8 @@ def step_output(logits: torch.Tensor, cache_name: str, cache: Any) -> Any:
     return CausalLMOutputWithPast(logits=logits, **{cache_name: cache})
 
 
-def _check_place(model: str, gguf_file: str | None) -> None:
-    """A mistyped path would otherwise be taken for a hub id, and the hub's error says nothing of paths."""
+def _place(model: str, gguf_file: str | None) -> str:
+    """The folder, or the hub id. A mistyped path would be taken for a hub id, whose error says nothing of paths."""
     if not isinstance(model, (str, Path)):
         raise ConfigError(f"the model is a {type(model).__name__}; give a hub id or a folder, or use Engine(model, …)")
     place = Path(model).expanduser()
@@ -70,8 +70,10 @@ def _check_place(model: str, gguf_file: str | None) -> None:
         wanted = gguf_file or "config.json"
         if not (place / wanted).is_file():
             raise ConfigError(f"the folder {model} holds no {wanted}; give the folder that a model was saved in")
-    elif str(model).startswith(("/", "./", "../", "~")) or str(model).count("/") > 1:
+        return str(place)
+    if str(model).startswith(("/", "./", "../", "~")) or str(model).count("/") > 1:
         raise ConfigError(f"there is no folder {model}; give a hub id such as 'organisation/name', or a folder")
+    return str(model)
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

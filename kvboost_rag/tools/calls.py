@@ -333,9 +333,17 @@ class ReplyReader:
             self._take()
             self._run("")
         left_over = self._tail[skip(_REMAINS, self._tail, self._at, len(self._tail)) :]
-        if self._step != self._gap or not any(end.startswith(left_over) for end in ("", *self._region.ends)):
+        if self._calls and self._begins_a_call(left_over):
+            self._invalid.append(InvalidCall(left_over.strip(), None, "the answer ended inside a call"))
+            self._at = len(self._tail)
+        elif self._step != self._gap or not any(end.startswith(left_over) for end in ("", *self._region.ends)):
             self._give(len(self._tail))
         self._shown.end()
+
+    def _begins_a_call(self, text: str) -> bool:
+        """Whether the text can only have become a further call."""
+        compact = "".join(text.split())
+        return len(compact) > 1 and any(compact in one.prefixes for one in (self._anywhere, _LINE))
 
     def _give(self, end: int) -> None:
         """What is not consumed up to there is text."""

@@ -185,6 +185,7 @@ class ConstraintProcessor:
         self._read: int | None = None  # ids seen, prompt and answer
         self._tried: dict[int, list[int] | None] = {}
         self.complete = False
+        self.hurried = False  # whether the model would have gone on, had there been more tokens
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Forbid what the grammar does not allow.
@@ -243,7 +244,9 @@ class ConstraintProcessor:
             return forced or self._mask(scores)
         assert self._ending is not None
         likely = forced or self._closer.tidy(self._likeliest(scores), self._ending)
-        return self._fitting(likely) or self._ending[:1] or self._eos
+        fitting = self._fitting(likely)
+        self.hurried |= bool(likely) and likely[0] not in fitting
+        return fitting or self._ending[:1] or self._eos
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -42,6 +42,7 @@ class Turn:
         skip_special_tokens: False where the family marks calls with special tokens.
         constrained: whether the grammar alone ends the answer, so that stop strings must not cut it.
         reader: makes a fresh reader of the answer; None if the answer is text.
+        hurried: whether the answer ended sooner than the model would have ended it, for want of tokens.
     """
 
     messages: list[Message]
@@ -50,6 +51,11 @@ class Turn:
     skip_special_tokens: bool = True
     constrained: bool = False
     reader: Callable[[], ReplyReader | AnswerReader] | None = None
+
+    @property
+    def hurried(self) -> bool:
+        """See the class. Known when the answer is finished."""
+        return any(getattr(processor, "hurried", False) for processor in self.logits_processors)
 
 
 class AnswerReader:
@@ -271,6 +277,11 @@ class _Processor:
         self._max_tokens, self._window_tokens = max_tokens, window_tokens
         self._begun = False
         self._follow = constraint.processor(grammar, max_tokens)
+
+    @property
+    def hurried(self) -> bool:
+        """See `ConstraintProcessor`."""
+        return self._follow.hurried
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """See `ConstraintProcessor`.

@@ -1,5 +1,7 @@
 """LangChain integration of kvboost-rag."""
 
+from kvboost_rag import RequestTimeoutError
+
 from .chat_models import ChatKVBoost
 from .documents import awarm_documents, stored_documents, warm_documents
 from .engines import release_engines, shared_engine
@@ -14,6 +16,7 @@ __all__ = [
     "KVBoostVectorStore",
     "PrefixOrderCompressor",
     "PromptOverflowError",
+    "RequestTimeoutError",
     "awarm_documents",
     "release_engines",
     "shared_engine",

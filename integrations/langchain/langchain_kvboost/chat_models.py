@@ -316,7 +316,9 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
             tool_calls=calls,
             invalid_tool_calls=invalid,
             usage_metadata=usage_metadata(generation),
-            response_metadata=response_metadata(generation, call.model_name, calls=bool(calls)),
+            response_metadata=response_metadata(
+                generation, call.model_name, calls=bool(calls), hurried=call.turn.hurried
+            ),
         )
         return ChatResult(generations=[ChatGeneration(message=message)])
 
@@ -337,7 +339,7 @@ class _Pieces:
 
     def __init__(self, call: _Call) -> None:
         self._reader = None if call.turn.reader is None else call.turn.reader()
-        self._model_name, self._usage = call.model_name, call.stream_usage
+        self._model_name, self._usage, self._turn = call.model_name, call.stream_usage, call.turn
 
     def piece(self, text: str, generation: Generation | None) -> ChatGenerationChunk | None:
         """The next piece, or None if there is nothing to show yet."""
@@ -355,7 +357,9 @@ class _Pieces:
             tool_call_chunks=call_deltas(reply),
             chunk_position="last",
             usage_metadata=usage_metadata(generation) if self._usage else None,
-            response_metadata=response_metadata(generation, self._model_name, calls=bool(reply.calls)),
+            response_metadata=response_metadata(
+                generation, self._model_name, calls=bool(reply.calls), hurried=self._turn.hurried
+            ),
         )
         return ChatGenerationChunk(message=message)
 

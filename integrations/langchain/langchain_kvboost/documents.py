@@ -163,6 +163,17 @@ async def finished(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
+def check_engine(engine: object) -> None:
+    """Refuse what is no engine.
+
+    Raises:
+        ConfigError: says what to give instead.
+    """
+    if not isinstance(engine, Engine):
+        hint = "give its get_engine()" if hasattr(engine, "get_engine") else "give an Engine, or a chat model's"
+        raise ConfigError(f"engine is a {type(engine).__name__}; {hint}")
+
+
 class DocumentWarmer:
     """Renders documents as a chain does and warms the texts; the arguments are those of `warm_documents`."""
 
@@ -184,6 +195,7 @@ class DocumentWarmer:
                 f"document_prompt is a {type(document_prompt).__name__}; give a prompt template, as to "
                 "create_stuff_documents_chain, or a function from a Document to a string"
             )
+        check_engine(engine)
         if not isinstance(separator, str):
             raise ConfigError(f"separator is {separator!r}; it must be a string, such as '\\n\\n'")
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:

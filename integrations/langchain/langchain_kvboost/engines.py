@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kvboost_rag import Engine, EngineConfig
@@ -28,12 +29,14 @@ def shared_engine(
         retries: how often loading is tried again after an `OSError`, which is what a failing download raises.
     """
     options = options or {}
-    key = (model, config or EngineConfig(), repr(sorted(options.items())))
+    place = Path(model).expanduser()
+    name = str(place.resolve()) if place.is_dir() else model  # two spellings of one folder are one model
+    key = (name, config or EngineConfig(), repr(sorted(options.items())))
     engine = _engines.get(key)
-    if engine is None:
+    if engine is None or engine.closed:  # somebody else may have closed it
         with _lock:  # two threads that ask at once must not load the model twice
             engine = _engines.get(key)
-            if engine is None:
+            if engine is None or engine.closed:
                 engine = _engines[key] = _load(model, config, options, retries)
     return engine
 

@@ -83,13 +83,15 @@ def usage_metadata(generation: Generation) -> UsageMetadata:
     )
 
 
-def response_metadata(generation: Generation, model_name: str, *, calls: bool = False) -> dict[str, Any]:
+def response_metadata(
+    generation: Generation, model_name: str, *, calls: bool = False, hurried: bool = False
+) -> dict[str, Any]:
     """What `usage_metadata` has no place for: how tokens were reused, the time to the first one, why it ended."""
     usage = generation.usage
     return {
         "model_name": model_name,
         "model_provider": "kvboost",
-        "finish_reason": "tool_calls" if calls else generation.finish_reason,
+        "finish_reason": _finish_reason(generation, calls, hurried),
         "fallback_reason": generation.fallback_reason,
         "exact_tokens": usage.exact_tokens,
         "approximate_tokens": usage.approximate_tokens,
@@ -97,6 +99,13 @@ def response_metadata(generation: Generation, model_name: str, *, calls: bool = 
         "computed_tokens": usage.computed_tokens,
         "ttft_s": generation.timing.ttft_s,
     }
+
+
+def _finish_reason(generation: Generation, calls: bool, hurried: bool) -> str:
+    """Why it ended; "length" also if a constrained answer was brought to its end because the tokens ran out."""
+    if generation.finish_reason != "stop":
+        return generation.finish_reason
+    return "length" if hurried else "tool_calls" if calls else "stop"
 
 
 def _message(message: BaseMessage) -> dict[str, Any]:

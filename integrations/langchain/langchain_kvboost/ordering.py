@@ -10,7 +10,7 @@ from typing import Any
 
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
-from pydantic import Field, PrivateAttr
+from pydantic import ConfigDict, Field, PrivateAttr
 
 NAMESPACES = 256  # remembered; the one used longest ago goes first
 
@@ -28,6 +28,8 @@ class PrefixOrderCompressor(BaseDocumentCompressor):
 
     The order changes what the model reads first, so answers may differ from those of rank order.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     namespace: str | None = None
     """Tenant whose orders are continued, if a call names none. Tenants never see each other's."""

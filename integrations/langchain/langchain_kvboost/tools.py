@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, TypeAlias, cast
 
@@ -39,6 +39,8 @@ def describe(tools: Sequence[ToolLike]) -> list[dict[str, Any]]:
         PromptError: a description that is no JSON schema.
     """
     found: dict[str, dict[str, Any]] = {}
+    if isinstance(tools, (str, Mapping, BaseModel)) or not isinstance(tools, Iterable):
+        raise ConfigError(f"tools is a {type(tools).__name__}; give a list of tools")
     for tool in tools:
         described = _describe(tool)
         name = described["function"]["name"]
