@@ -90,6 +90,7 @@ class ChunkHeader:
             behind an approximate context and may never serve an exact hit.
         origin: "warm" if the user asked for it, "prompt" if it was seen inside a prompt, "served" if it is a whole
             prompt and its answer with the moved and repaired KV that served them, for use at its own place only.
+        behind: the ids in front of a chunk without history: what its KV has seen must be known to forget it.
     """
 
     key: str
@@ -98,13 +99,34 @@ class ChunkHeader:
     base: int
     history: IntArray | None
     origin: Origin
+    behind: IntArray | None = None
 
     @classmethod
-    def of(cls, scope: Scope, tokens: IntArray, *, base: int, history: IntArray | None, origin: Origin) -> ChunkHeader:
+    def of(
+        cls,
+        scope: Scope,
+        tokens: IntArray,
+        *,
+        base: int,
+        history: IntArray | None,
+        origin: Origin,
+        behind: IntArray | None = None,
+    ) -> ChunkHeader:
         """Build a header and its key."""
         if history is not None and len(history) != base:
             raise ValueError(f"history has {len(history)} tokens but base is {base}")
-        return cls(chunk_key(scope, tokens, base, history), scope, tokens, base, history, origin)
+        return cls(chunk_key(scope, tokens, base, history), scope, tokens, base, history, origin, behind)
+
+    @property
+    def seen(self) -> IntArray:
+        """Everything that the KV has seen: what stood in front of the chunk, and the chunk."""
+        before = self.history if self.history is not None else self.behind
+        return self.tokens if before is None else np.concatenate([before, self.tokens])
+
+    @property
+    def ids_bytes(self) -> int:
+        """Bytes of all ids held."""
+        return sum(ids.nbytes for ids in (self.tokens, self.history, self.behind) if ids is not None)
 
     @property
     def exact(self) -> bool:

@@ -245,20 +245,23 @@ class Engine:
         KV has seen what stood in front of it, so documents of a pack that were encoded behind a forgotten one go too.
         Chunks of other documents that share only a passage with it stay. A request that is running now keeps nothing.
         """
-        scope = self._scope(namespace)
-        self._keep_nothing_of(scope)
-        encoded = [self._encoder.encode_text(text) for text in as_texts(texts)]
-        found = chunks_holding(self._library.headers(scope), encoded)
-        return self._library.delete(found)
+        name = self._scope(namespace).namespace
+        self._keep_nothing_of(name)
+        documents = as_texts(texts)
+        encoded = [self._encoder.encode_text(text) for text in documents]
+        # The first token of a short text, which is searched as a whole, has a space in it inside a sentence.
+        short = [text for text, ids in zip(documents, encoded, strict=True) if len(ids) < ANCHOR_TOKENS]
+        encoded += [self._encoder.encode_text(f" {text}") for text in short]
+        return self._library.delete(chunks_holding(self._library.headers_in(name), encoded))
 
     def clear(self, namespace: str | None = None) -> int:
         """Drop every chunk of a namespace (the configured one by default); returns how many.
 
         A request that is running now keeps nothing.
         """
-        scope = self._scope(namespace)
-        self._keep_nothing_of(scope)
-        return self._library.clear(scope)
+        name = self._scope(namespace).namespace
+        self._keep_nothing_of(name)
+        return self._library.delete([header.key for header in self._library.headers_in(name)])
 
     def stats(self) -> EngineStats:
         """Totals since the engine was made."""
@@ -320,10 +323,10 @@ class Engine:
         self._live.add(request)
         return request
 
-    def _keep_nothing_of(self, scope: Scope) -> None:
+    def _keep_nothing_of(self, namespace: str) -> None:
         """What runs now has seen what is being forgotten, and what is warmed next must not."""
-        self._warmer.part_company(scope)
-        self._live.keep_nothing_of(scope)
+        self._warmer.part_company(namespace)
+        self._live.keep_nothing_of(namespace)
 
     def _check_length(self, ids: IntArray) -> None:
         if len(ids) > self._window_tokens:

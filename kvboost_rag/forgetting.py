@@ -22,9 +22,9 @@ def chunks_holding(headers: Iterable[ChunkHeader], documents: Sequence[IntArray]
     document shorter than 16 tokens is matched as a whole.
     """
     wanted = _Wanted(documents)
-    # The longest first: chunks of one pack stand in one sequence, which is searched once.
-    longest = sorted(headers, key=lambda header: header.base + len(header), reverse=True)
-    return [header.key for header in longest if wanted.held_by(header)]
+    # In this order a sequence comes right behind those that go on from it, so that a pack is searched once.
+    ordered = sorted(((header.seen.tobytes(), header) for header in headers), key=lambda pair: pair[0], reverse=True)
+    return [header.key for raw, header in ordered if wanted.held_by(header, raw)]
 
 
 class _Wanted:
@@ -39,25 +39,20 @@ class _Wanted:
         self._hashes = np.unique(np.concatenate(hashes)) if hashes else np.empty(0, np.int32)
         self._sizes = [max(1, len(document) - ANCHOR_TOKENS + 1) for document in documents]
         self._short = [document for document in documents if 0 < len(document) < ANCHOR_TOKENS]
-        self._ends = {document[-LEAD_TOKENS:].tobytes() for document in documents if len(document) >= LEAD_TOKENS}
-        self._searched: dict[bytes, list[tuple[IntArray, list[int]]]] = {}
+        self._searched: tuple[bytes, list[int]] = (b"", [])
 
-    def held_by(self, header: ChunkHeader) -> bool:
-        history = header.tokens[:0] if header.history is None else header.history
-        ids = np.concatenate([history, header.tokens])
-        found = self._found(ids)
+    def held_by(self, header: ChunkHeader, raw: bytes) -> bool:
+        ids = np.frombuffer(raw, dtype=np.int32)
+        before = len(ids) - len(header)
+        found = self._found(ids, raw)
         if header.origin != "warm":
             return len(found) > 0 or self._holds_short(ids)
         covered = np.zeros(len(ids), bool)
         for at in found:
-            if at >= len(history):
+            if at >= before:
                 covered[at : at + ANCHOR_TOKENS] = True
         mostly = 2 * int(covered.sum()) >= len(header)
-        return mostly or self._holds_short(ids) or self._holds_half(ids, found) or self._is_led(ids)
-
-    def _is_led(self, ids: IntArray) -> bool:
-        """Whether a document's end stands at the beginning, behind no more than special tokens."""
-        return any(ids[at : at + LEAD_TOKENS].tobytes() in self._ends for at in range(8))
+        return mostly or self._holds_short(ids) or self._holds_half(ids, found) or (before > 0 and _is_led(found))
 
     def _holds_half(self, ids: IntArray, found: Sequence[int]) -> bool:
         """Whether at least half of a document stands in the ids."""
@@ -68,14 +63,13 @@ class _Wanted:
                 seen.setdefault(number, set()).add(window)
         return any(2 * len(windows) >= self._sizes[number] for number, windows in seen.items())
 
-    def _found(self, ids: IntArray) -> list[int]:
+    def _found(self, ids: IntArray, raw: bytes) -> list[int]:
         """Where a window of a document begins; what is known of a sequence answers for every beginning of it."""
-        searched = self._searched.setdefault(ids[: 2 * ANCHOR_TOKENS].tobytes(), [])
-        for longer, found in searched:
-            if len(longer) >= len(ids) and np.array_equal(longer[: len(ids)], ids):
-                return [at for at in found if at + ANCHOR_TOKENS <= len(ids)]
+        longer, found = self._searched
+        if longer.startswith(raw):
+            return [at for at in found if at + ANCHOR_TOKENS <= len(ids)]
         found = self._search(ids)
-        searched.append((ids, found))
+        self._searched = raw, found
         return found
 
     def _search(self, ids: IntArray) -> list[int]:
@@ -89,6 +83,11 @@ class _Wanted:
 
     def _holds_short(self, ids: IntArray) -> bool:
         return any((_windows(ids, len(part)) == part).all(axis=1).any() for part in self._short)
+
+
+def _is_led(found: Sequence[int]) -> bool:
+    """Whether a pack begins with a document's end: at least half of the lead, behind no more than special tokens."""
+    return sum(at < LEAD_TOKENS - ANCHOR_TOKENS + 8 for at in found) > (LEAD_TOKENS - ANCHOR_TOKENS) // 2
 
 
 def _windows(ids: IntArray, width: int = ANCHOR_TOKENS) -> IntArray:

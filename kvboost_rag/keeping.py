@@ -91,10 +91,11 @@ class Keeper:
                         added.append(header)
         return added
 
-    def keep_served(self, scope: Scope, ids: IntArray, kv: RequestKV) -> ChunkHeader:
-        """Store a whole prompt, and its answer so far, with the KV that served it."""
+    def keep_served(self, scope: Scope, ids: IntArray, kv: RequestKV, *, prompt_tokens: int) -> ChunkHeader:
+        """Store a whole prompt of so many tokens, and its answer so far, with the KV that served it."""
         header = header_of(scope, as_ids(ids), 0, len(ids), "served", exact=False)
-        self.library.keep_served(header, len(header) * self._token_bytes, lambda: kv.take(0, len(header)))
+        size = len(header) * self._token_bytes
+        self.library.keep_served(header, size, lambda: kv.take(0, len(header)), prompt_tokens=prompt_tokens)
         return header
 
     def _prompt_tiles(self, ids: IntArray) -> Tiles:
@@ -111,5 +112,6 @@ def header_of(
     scope: Scope, sequence: IntArray, start: int, end: int, origin: Origin, *, exact: bool = True
 ) -> ChunkHeader:
     """Header of ``sequence[start:end]``; if ``exact``, computed behind ``sequence[:start]``."""
-    history = sequence[:start] if exact else None
-    return ChunkHeader.of(scope, sequence[start:end], base=start, history=history, origin=origin)
+    before = sequence[:start]
+    history, behind = (before, None) if exact else (None, before)
+    return ChunkHeader.of(scope, sequence[start:end], base=start, history=history, origin=origin, behind=behind)

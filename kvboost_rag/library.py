@@ -74,27 +74,28 @@ class Library:
             self._served.move_to_end(hit.key)
         return Hit(start, hit.end - start, hit.key, start)
 
-    def keep_served(self, header: ChunkHeader, kv_bytes: int, take: Callable[[], KVRun]) -> None:
-        """Store a prompt as it was served, in place of one that it continues, and of the oldest beyond the limit."""
+    def keep_served(self, header: ChunkHeader, kv_bytes: int, take: Callable[[], KVRun], *, prompt_tokens: int) -> None:
+        """Store a prompt as it was served, in place of the same prompt with another answer and of what it continues."""
         if kv_bytes > self._served_bytes:
             return
         with self._lock:
-            old = self._index.match_served(header.scope, header.tokens)
-            before = self._index.get(old.key) if old else None
-            leaving = [before.key] if old and before is not None and len(before) == old.length < len(header) else []
-        if self.keep(header, kv_bytes, take) != "kept":
-            return
-        with self._lock:
-            if self._index.get(header.key) is not None:
-                self._served[header.key] = kv_bytes
-            room = self._served_bytes - sum(size for key, size in self._served.items() if key not in leaving)
-            for key, size in self._served.items():
+            hit = self._index.match_served(header.scope, header.tokens)
+            old = self._index.get(hit.key) if hit else None
+            if hit and hit.length == len(header):
+                return  # there is one that goes on from here
+            leaving = [hit.key] if hit and old and hit.length >= min(len(old), prompt_tokens) else []
+            room = self._served_bytes - kv_bytes - sum(s for key, s in self._served.items() if key not in leaving)
+            for key, size in self._served.items():  # the one used longest ago first
                 if room >= 0:
                     break
                 if key not in leaving:
                     leaving.append(key)
                     room += size
-        self.delete(leaving)
+        self.delete(leaving)  # before the new one needs room, lest documents make it
+        if self.keep(header, kv_bytes, take) == "kept":
+            with self._lock:
+                if self._index.get(header.key) is not None:
+                    self._served[header.key] = kv_bytes
 
     def clear_served(self) -> None:
         """Forget all prompts as they were served."""
@@ -115,8 +116,7 @@ class Library:
         """Store a chunk; room is made before ``take`` copies anything."""
         if header.key in self._store:
             return "present"
-        ids = header.tokens.nbytes + (0 if header.history is None else header.history.nbytes)
-        reservation = self._store.reserve(kv_bytes + ids)
+        reservation = self._store.reserve(kv_bytes + header.ids_bytes)
         if reservation is None:
             return "refused"
         with reservation:
@@ -141,13 +141,17 @@ class Library:
         """All chunks of a scope."""
         return list(self._store.scan(scope))
 
+    def headers_in(self, namespace: str) -> list[ChunkHeader]:
+        """All chunks of a tenant, under every fingerprint that the model has had."""
+        return [header for header in self._store.scan() if header.scope.namespace == namespace]
+
     def delete(self, keys: Sequence[str]) -> int:
         """Forget chunks; returns how many there were."""
         return sum(self._store.delete(key) for key in keys)
 
-    def clear(self, scope: Scope | None = None) -> int:
-        """Forget all chunks of a scope, or of all; returns how many there were."""
-        return self._store.clear(scope)
+    def clear(self) -> int:
+        """Forget all chunks; returns how many there were."""
+        return self._store.clear()
 
     def stats(self) -> StoreStats:
         """State of the store."""

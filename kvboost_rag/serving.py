@@ -21,7 +21,7 @@ from .decode import Answer
 from .errors import RequestTimeoutError
 from .hf import generation_settings, stop_strings
 from .keeping import Keeper
-from .kv import Cancelled, RequestKV
+from .kv import Cancelled
 from .library import Library
 from .planner import Plan, make_plan, without_approximate
 from .prefill import Executed, Executor
@@ -73,12 +73,12 @@ class Live:
         with self._lock:
             self._requests.add(request)
 
-    def keep_nothing_of(self, scope: Scope) -> None:
-        """Let no request of a scope store its prompt."""
+    def keep_nothing_of(self, namespace: str) -> None:
+        """Let no request of a tenant store its prompt."""
         with self._lock:
             requests = list(self._requests)
         for request in requests:
-            if request.scope == scope:
+            if request.scope.namespace == namespace:
                 request.store = False
 
 
@@ -91,6 +91,7 @@ class Served:
         executed: cache and logits.
         fallback_reason: why less was reused than was found.
         new: stretches of the prompt that nothing stored holds.
+        recipe: what repaired it.
         queue_s, lookup_s, prefill_s: seconds, see `Timing`.
         stored_tokens: tokens added to the store so far.
     """
@@ -99,6 +100,7 @@ class Served:
     executed: Executed
     fallback_reason: str | None
     new: tuple[tuple[int, int], ...]
+    recipe: Recipe
     queue_s: float
     lookup_s: float
     prefill_s: float
@@ -152,24 +154,26 @@ class Serving:
     def prefill(self, request: Request, *, room: int = 0) -> Served:
         """Fill a cache with the prompt."""
         begun = time.perf_counter()
+        recipe = self.recipe  # another may be set while this request runs
         for _ in range(REPLANS):
-            plan, reason, new = self._plan(request)
+            plan, reason, new = self._plan(request, recipe)
             planned = time.perf_counter()
             with self._library.pin(plan.keys) as chunks:
                 if chunks is None:
                     continue
-                executed = self._execute(request, plan, chunks, room)
+                executed = self._execute(request, plan, chunks, room, recipe)
                 break
         else:
             plan, new = make_plan(len(request.ids), ()), ()
             reason = "the chunks that were found are evicted by now"
             planned = time.perf_counter()
-            executed = self._execute(request, plan, {}, room)
+            executed = self._execute(request, plan, {}, room, recipe)
         return Served(
             plan,
             executed,
             reason,
             new,
+            recipe,
             queue_s=begun - request.started - request.tokenize_s,
             lookup_s=planned - begun,
             prefill_s=time.perf_counter() - planned - executed.load_s,
@@ -210,7 +214,7 @@ class Serving:
         n = len(request.ids)
         kv = served.executed.kv
         if served.plan.tokens("approximate"):
-            self._keep_served(request, kv, answer)
+            self._keep_served(request, served, answer)
         if not served.new:
             return
         end = n
@@ -225,11 +229,14 @@ class Serving:
         served.stored_tokens = sum(map(len, kept))
         self._drop_forgotten(request, served, kept)
 
-    def _keep_served(self, request: Request, kv: RequestKV, answer: Sequence[int]) -> None:
+    def _keep_served(self, request: Request, served: Served, answer: Sequence[int]) -> None:
         """Keep a prompt of moved documents as it was served, so that its continuation needs no repair again."""
-        end = min(*kv.lengths, len(request.ids) + len(answer))
-        kept = self._keeper.keep_served(request.scope, np.concatenate([request.ids, answer])[:end], kv)
-        if not request.store:  # forgotten in the meantime
+        if served.recipe is not self.recipe:
+            return
+        kv, n = served.executed.kv, len(request.ids)
+        ids = np.concatenate([request.ids, answer])[: min(*kv.lengths, n + len(answer))]
+        kept = self._keeper.keep_served(request.scope, ids, kv, prompt_tokens=n)
+        if not request.store or served.recipe is not self.recipe:  # forgotten, or repaired otherwise, in the meantime
             self._library.delete([kept.key])
 
     def _drop_forgotten(self, request: Request, served: Served, kept: Sequence[ChunkHeader]) -> None:
@@ -238,7 +245,7 @@ class Serving:
             self._library.delete([header.key for header in kept])
             served.stored_tokens = 0
 
-    def _plan(self, request: Request) -> tuple[Plan, str | None, tuple[tuple[int, int], ...]]:
+    def _plan(self, request: Request, recipe: Recipe) -> tuple[Plan, str | None, tuple[tuple[int, int], ...]]:
         n = len(request.ids)
         if request.reuse == "off":
             return make_plan(n, ()), None, ()
@@ -252,19 +259,19 @@ class Serving:
         new = _gaps(n, [(hit.start, hit.end) for hit in match.hits])
         if request.reuse == "exact":
             return without_approximate(full), None, new
-        too_dear = self._fallback(full) if full.runs else None
+        too_dear = self._fallback(full, recipe) if full.runs else None
         return (full if too_dear is None else without_approximate(full)), too_dear, new
 
-    def _fallback(self, plan: Plan) -> str | None:
+    def _fallback(self, plan: Plan, recipe: Recipe) -> str | None:
         if self.costs is None or not self._config.fallback:
             return None
-        reuse, compute = self.costs.reuse(plan, self.recipe), self.costs.compute(plan)
+        reuse, compute = self.costs.reuse(plan, recipe), self.costs.compute(plan)
         if reuse < WORTH * compute:
             return None
         return f"reuse is not worth an approximation: {reuse:.3g} s predicted, computing takes {compute:.3g} s"
 
-    def _execute(self, request: Request, plan: Plan, chunks: Any, room: int) -> Executed:
-        return self._executor.run(request.ids, plan, chunks, self.recipe, room=room, cancelled=request.cancel.is_set)
+    def _execute(self, request: Request, plan: Plan, chunks: Any, room: int, recipe: Recipe) -> Executed:
+        return self._executor.run(request.ids, plan, chunks, recipe, room=room, cancelled=request.cancel.is_set)
 
     def _generate(self, request: Request, served: Served, settings: Any, answer: Answer) -> None:
         ids = torch.from_numpy(request.ids.astype(np.int64)).to(self._runner.spec.device)[None]

@@ -129,6 +129,8 @@ class WarmReport:
         too_short: texts with fewer tokens than an anchor (16), which cannot be found inside a prompt.
         rejected: texts whose KV does not fit the budget, even after eviction.
         chunks, tokens, stored_bytes: what was added.
+        evicted: chunks that left the store in the meantime to make room, perhaps some of these: then the budget is too
+            small for the documents.
         seconds: wall clock.
     """
 
@@ -140,6 +142,7 @@ class WarmReport:
     chunks: int = 0
     tokens: int = 0
     stored_bytes: int = 0
+    evicted: int = 0
     seconds: float = 0.0
 
 

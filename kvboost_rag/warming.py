@@ -8,6 +8,8 @@ behind the one before it, which is computed again for that.
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +33,7 @@ Outcome = Literal["computed", "warm", "short", "rejected"]
 
 
 REMEMBERED_SCOPES = 256
+_log = logging.getLogger("kvboost_rag")
 Running = Callable[[], AbstractContextManager[None]]
 
 
@@ -52,12 +55,15 @@ class Warmer:
         self._separator, self._window = separator, window_tokens
         # Last document of each scope: company for the next one, if that comes in a call of its own.
         self._company: OrderedDict[Scope, IntArray] = OrderedDict()
-        self._partings: Counter[Scope] = Counter()
+        self._partings: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
-    def part_company(self, scope: Scope) -> None:
-        """Encode nothing of this scope behind a document that was warmed before, in packs that grow now either."""
-        self._partings[scope] += 1
-        self._company.pop(scope, None)
+    def part_company(self, namespace: str) -> None:
+        """Encode nothing of a tenant behind a document that was warmed before, in packs that grow now either."""
+        with self._lock:
+            self._partings[namespace] += 1
+            for scope in [scope for scope in self._company if scope.namespace == namespace]:
+                del self._company[scope]
 
     def warm(
         self,
@@ -82,6 +88,7 @@ class Warmer:
             started: when the call began, `time.perf_counter`.
         """
         totals: Counter[str] = Counter()
+        evictions = self._keeper.library.stats().evictions
         if named and len(context):
             self._store_context(scope, context, running)
         # Exact mode can only use what was encoded behind a prompt's own beginning.
@@ -92,6 +99,15 @@ class Warmer:
                     totals[outcome] += 1
                     totals.update(chunks=stored.chunks, tokens=stored.tokens, stored_bytes=stored.stored_bytes)
                     bar.update()
+        store = self._keeper.library.stats()
+        if evicted := store.evictions - evictions:
+            _log.warning(
+                "warming %d documents pushed %d chunks out of the store: ram_budget_bytes=%d is too small to keep all; "
+                "raise it, or warm fewer documents",
+                len(documents),
+                evicted,
+                store.budget_bytes,
+            )
         return WarmReport(
             documents=len(documents),
             computed=totals["computed"],
@@ -101,6 +117,7 @@ class Warmer:
             chunks=totals["chunks"],
             tokens=totals["tokens"],
             stored_bytes=totals["stored_bytes"],
+            evicted=evicted,
             seconds=time.perf_counter() - started,
         )
 
@@ -132,10 +149,11 @@ class Warmer:
 
     def _remember(self, scope: Scope, ids: IntArray, packed: bool) -> None:
         if packed and self._fits(ids):
-            self._company[scope] = ids
-            self._company.move_to_end(scope)
-            if len(self._company) > REMEMBERED_SCOPES:
-                self._company.popitem(last=False)
+            with self._lock:
+                self._company[scope] = ids
+                self._company.move_to_end(scope)
+                if len(self._company) > REMEMBERED_SCOPES:
+                    self._company.popitem(last=False)
 
     def _pack(
         self, scope: Scope, context: IntArray, documents: Sequence[IntArray], packed: bool, running: Running
@@ -148,7 +166,7 @@ class Warmer:
                 yield "warm", Stored()
             else:
                 todo.append(ids)
-        partings = self._partings[scope]
+        partings = self._partings[scope.namespace]
         company = self._company.get(scope) if packed and self._fits(documents[0]) else None
         if not todo or (len(todo) == 1 and company is None):
             for ids in todo:
@@ -172,7 +190,7 @@ class Warmer:
                 tiles = self._keeper.document_tiles(ids, self._window)
                 headers = [header_of(scope, growing.ids, start + a, start + b, "warm") for a, b in tiles]
                 stored = self._keeper.store(headers, growing.kv)
-                if parted := self._partings[scope] != partings:
+                if parted := self._partings[scope.namespace] != partings:
                     self._keeper.library.delete([header.key for header in headers])
             if parted:  # something in front of this document was forgotten meanwhile: the rest makes a new pack
                 yield from self._pack(scope, context, rest[at:], packed, running)

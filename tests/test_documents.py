@@ -592,3 +592,52 @@ def test_a_document_forgotten_while_its_prompt_is_being_kept_is_gone(monkeypatch
     assert calls
     assert engine.stats().chunks == 0
     assert engine.prefill(prompt).usage.exact_tokens == 0
+
+
+# ---- forgetting, further ---------------------------------------------------------------------------------------------
+
+
+def test_forgetting_reaches_text_that_a_prompt_showed_behind_a_moved_document() -> None:
+    engine = engine_of()
+    engine.warm(DOCUMENTS)
+    new = text(500, 40)
+    engine.prefill(prompt_of([DOCUMENTS[3], DOCUMENTS[1], new]))
+    assert any(new[:40] in engine.tokenizer.decode(header.tokens) for header in _headers(engine))
+    engine.forget(DOCUMENTS[1])
+    seen = [engine.tokenizer.decode(header.seen) for header in _headers(engine)]
+    assert not any(DOCUMENTS[1][:40] in words for words in seen)
+
+
+def test_forgetting_and_clearing_reach_what_another_state_of_the_model_stored() -> None:
+    engine = engine_of()
+    weight = engine.model.lm_head.weight
+    for drop in (lambda: engine.forget(DOCUMENTS[1]), engine.clear):
+        engine.warm(DOCUMENTS)
+        weight.data.neg_()
+        drop()
+        weight.data.neg_()
+        assert not any(DOCUMENTS[1][:40] in engine.tokenizer.decode(header.seen) for header in _headers(engine))
+
+
+def test_a_lead_that_is_not_quite_the_end_of_what_is_forgotten_goes_too() -> None:
+    engine = engine_of(pack_tokens=4096)
+    long = [text(seed, 40) for seed in (600, 601, 602)]
+    engine.warm([long[0], long[1] + "\n\n"])
+    engine.warm([long[2], text(603, 40)])
+    engine.forget(long[1])
+    ends = [engine.tokenizer.decode(header.history) for header in _headers(engine)]
+    assert not any(long[1][-60:] in words for words in ends)
+
+
+def test_a_short_text_inside_a_sentence_is_forgotten() -> None:
+    engine = engine_of()
+    engine.prefill(f"{text(700, 20)} The zebra crossing {text(701, 20)}")
+    assert engine.forget("The zebra crossing") > 0
+
+
+def test_warming_beyond_the_budget_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(ram_budget_bytes=TOKEN_BYTES * 200)
+    report = engine.warm([text(seed, 25) for seed in range(800, 808)])
+    assert report.evicted > 0
+    assert "ram_budget_bytes" in caplog.text
+    assert engine_of().warm(DOCUMENTS).evicted == 0

@@ -9,6 +9,7 @@ import torch
 
 from kvboost_rag import ConfigError, Engine, EngineConfig, Prefill, SamplingParams
 from kvboost_rag.chunks import ChunkHeader
+from kvboost_rag.repair import Recipe
 from tests.tiny import LIMIT, Forwards, difference, engine_of, off_by, prompt_of, text
 
 DOCUMENTS = [text(seed, 25) for seed in (300, 301, 302, 303)]
@@ -183,3 +184,32 @@ def test_a_cancelled_answer_can_be_continued() -> None:
 def test_a_share_outside_of_its_domain_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"served_share is 1\.5"):
         EngineConfig(served_share=1.5)
+
+
+def test_another_answer_to_the_same_prompt_takes_the_place_of_the_first() -> None:
+    engine = warm_engine()
+    prompt = prompt_of(DOCUMENTS[::-1])
+    for seed in range(5):
+        engine.generate(prompt, sampling=SamplingParams(max_tokens=6, temperature=1.0, seed=seed))
+    engine.prefill(prompt)
+    assert len(served_of(engine)) == 1
+
+
+def test_a_conversation_pushes_no_document_out_where_its_last_turn_leaves_room() -> None:
+    engine = engine_of(ram_budget_bytes=768 * 640, served_share=0.6)
+    engine.warm(DOCUMENTS)
+    prompt = engine.tokenize(prompt_of(DOCUMENTS[::-1]))
+    for _ in range(5):
+        answer = engine.generate(prompt, sampling=FEW).token_ids
+        prompt = [*prompt, *answer, *engine.tokenize("Why?")]
+    assert len(served_of(engine)) == 1
+    assert engine.warm(DOCUMENTS).already_warm == len(DOCUMENTS)
+
+
+def test_what_another_recipe_repaired_in_the_meantime_is_not_kept() -> None:
+    engine = warm_engine()
+    stream = engine.stream(prompt_of(DOCUMENTS[::-1]), sampling=SamplingParams(max_tokens=8))
+    next(stream)
+    engine.recipe = Recipe(ratio=1.0)
+    list(stream)
+    assert served_of(engine) == []
