@@ -17,6 +17,8 @@ import torch
 from chat_tokenizers import CHATML, MAKERS, byte_level, sentencepiece, special
 from pydantic import BaseModel, Field
 from tiny import tokenizer_of
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from kvboost_rag import Engine, EngineConfig, SamplingParams
 from kvboost_rag.errors import ConfigError
@@ -104,6 +106,15 @@ class Walk:
         assert ids[-1] == self.eos, f"no end within {max_tokens}: {self.tokenizer.decode(ids)!r}"
         text: str = self.tokenizer.decode(ids[:-1], skip_special_tokens=False)
         return text
+
+
+def tokenizer_without_signs() -> Any:
+    """That has a special token, and nothing to spell it with."""
+    signs = 'abcdefghijklmnopqrstuvwxyz"{}[]:, 0123456789'
+    backend = Tokenizer(models.BPE({sign: at for at, sign in enumerate(signs)}, []))
+    backend.add_special_tokens(["<|end|>"])
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
 
 
 MOODS = ["random", "opens", "never closes", "samples"]
@@ -268,6 +279,40 @@ def calls_in(text: str, format: ToolFormat) -> list[str]:
         names.append(call[format.name_key])
         inner = inner[end:].removeprefix(format.call_end + format.between + format.call_begin)
     return names
+
+
+class TestTextOfSpecialTokens:
+    @pytest.mark.parametrize(
+        "schema",
+        [
+            {"const": "<|im_end|>"},
+            {"const": "a <|im_start|> b"},
+            {"enum": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]},
+            {"type": "string", "pattern": r"^<\|im_(start|end)\|>$"},
+            {"type": "object", "properties": {"<|im_end|>": {"type": "boolean"}}, "required": ["<|im_end|>"]},
+        ],
+    )
+    @pytest.mark.parametrize("mood", MOODS)
+    def test_is_written_with_ordinary_tokens(self, small: Walk, schema: dict[str, Any], mood: str) -> None:
+        for more in (0, 30):
+            grammar = json_grammar(schema)
+            ids = small.ids(grammar, small.least(grammar) + more, 1, mood)
+            assert not set(small.tokenizer.all_special_ids) & set(ids[:-1])
+            jsonschema.validate(json.loads(small.tokenizer.decode(ids[:-1])), schema)
+
+    def test_markers_of_calls_stay_special(self) -> None:
+        tokenizer = byte_level(None, ["</s>"], special("[TOOL_CALLS]"), eos_token="</s>")
+        walk = Walk(tokenizer)
+        tools = [("f", {"type": "object", "properties": {"a": {"const": "[TOOL_CALLS]"}}, "required": ["a"]})]
+        ids = walk.ids(forced_calls_grammar(tools, MISTRAL), 80, 0)
+        assert ids.count(tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")) == 1
+        assert tokenizer.decode(ids).count("[TOOL_CALLS]") == 2
+
+    def test_that_no_ordinary_token_can_write_is_refused(self) -> None:
+        walk = Walk(tokenizer_without_signs())
+        assert walk.text(json_grammar({"const": "abc"}), 20, 0) == '"abc"'
+        with pytest.raises(ConfigError, match=r"'<\|end\|>'.*special token"):
+            walk.constraint.processor(json_grammar({"enum": ["abc", "<|end|>"]}), 20)
 
 
 class TestFreeText:

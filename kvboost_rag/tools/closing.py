@@ -228,6 +228,22 @@ class Closer:
             return list(tokens)
         return [token for token in tokens if not _STRAY.match(self._tokenizer.decode_str([token]))]
 
+    def forced(self, matcher: LLMatcher) -> list[int]:
+        """Tokens that must come next; none where there is a choice.
+
+        llguidance spells a forced ``<|im_end|>`` inside a text with the special token, which the grammar then refuses:
+        there, the text's ordinary tokens.
+        """
+        tokens: list[int] = matcher.compute_ff_tokens()
+        if not tokens or (fit := matcher.validate_tokens(tokens)):
+            return tokens[:fit] if tokens else []
+        plain = self._tokenizer.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore"))
+        return plain[: matcher.validate_tokens(plain)]
+
+    def spells(self, text: str) -> bool:
+        """Whether ordinary tokens can write a text."""
+        return bool(self._tokenizer.decode_str(self._tokenizer.greedy_tokenize(text)) == text)
+
     def ends(self, matcher: LLMatcher, tokens: Sequence[int]) -> bool:
         """Whether the answer is complete behind these tokens."""
         return matcher.validate_tokens([*tokens, self._eos]) == len(tokens) + 1
@@ -243,7 +259,7 @@ class Closer:
             for rest in (known[1:], known):
                 if out and rest and self.ends(matcher, rest):
                     return out + rest
-            step = matcher.compute_ff_tokens() or self._step(matcher, used, samples)
+            step = self.forced(matcher) or self._step(matcher, used, samples)
             if not step or max(step) >= self._width or not matcher.consume_tokens(step):
                 return None
             out += step

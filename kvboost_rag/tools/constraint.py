@@ -122,6 +122,11 @@ class Constraint:
             if grammar in self._compiled:
                 self._compiled.move_to_end(grammar)
                 return self._compiled[grammar]
+        if unwritable := [text for text in self._apart if text in grammar.texts and not self._closer.spells(text)]:
+            raise ConfigError(
+                f"the schema holds {unwritable[0]!r}, which this tokenizer can only write as a special token; leave it "
+                "out"
+            )
         matcher = self._matcher(grammar)
         texts = [*grammar.samples, *filter(None, map(self._sample, grammar.patterns))]
         samples = [tokens for text in texts for tokens in self._closer.sample(text)]
@@ -239,7 +244,7 @@ class ConstraintProcessor:
         if self.complete or self._matcher.is_stopped():
             self._check()
             return self._eos
-        forced = [token for token in self._matcher.compute_ff_tokens()[:1] if token < scores.shape[1]]
+        forced = [token for token in self._closer.forced(self._matcher)[:1] if token < scores.shape[1]]
         if not self._scarce():
             return forced or self._mask(scores)
         assert self._ending is not None

@@ -15,6 +15,7 @@ from .strict import strict_schema
 MAX_CALLS = 8  # of one answer: a small model that has begun to repeat a call does not stop by itself
 _MARKER = re.compile(r"(<[^<>\s]+>|\[[A-Z_]{3,}\])")
 _PLAIN_ESCAPES = 'nrbtf\\"'
+_HOLE = re.compile("\x00[^\x00]*\x00")
 _CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f]")
 
 
@@ -42,6 +43,11 @@ class Grammar:
     patterns: tuple[str, ...] = ()
     free: bool = False
     trigger: str | None = None
+
+    @property
+    def texts(self) -> str:
+        """The rules without the holes: what they hold of a marker is text."""
+        return _HOLE.sub("", self.template)
 
     def lark(self, token_of: Callable[[str], int | None], in_text: Iterable[int] = ()) -> str:
         """Lark rules for one tokenizer.
