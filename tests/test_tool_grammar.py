@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from datetime import date, datetime
 from typing import Annotated, Any, Literal
@@ -211,6 +212,81 @@ class TestStrictSchema:
         votes = strict_schema(Votes.model_json_schema())["properties"]["votes"]
         assert list(votes["properties"]) == ["yes", "no"]
         assert votes["additionalProperties"] is False
+
+
+class Unique(BaseModel):
+    names: set[str]
+
+
+def chain(kind: str, levels: int) -> dict[str, Any]:
+    """A short schema in which each definition uses the next one twice."""
+    defs: dict[str, Any] = {f"d{levels}": {"type": "string"}}
+    for at in range(levels):
+        one = {"$ref": f"#/$defs/d{at + 1}"}
+        both = {"type": "object", "properties": {"a": one, "b": one}}
+        defs[f"d{at}"] = {
+            "choice": {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]},
+            "optional": both,
+            "required": {**both, "required": ["a", "b"]},
+        }[kind]
+    return {"$ref": "#/$defs/d0", "$defs": defs}
+
+
+def mutual(size: int) -> dict[str, Any]:
+    """Definitions that all need each other."""
+    names = [f"d{at}" for at in range(size)]
+    every = {name: {"$ref": f"#/$defs/{name}"} for name in names}
+    node = {"type": "object", "properties": every, "required": names[1:]}
+    return {"$ref": "#/$defs/d0", "$defs": {**dict.fromkeys(names, node), names[-1]: {"type": "null"}}}
+
+
+class TestAbsurdSchemas:
+    """A schema of somebody else must not hang a server."""
+
+    @pytest.mark.parametrize("schema", [chain("choice", 200), chain("optional", 200), mutual(60)])
+    def test_repetition_costs_little(self, plain: Constraint, schema: dict[str, Any]) -> None:
+        begun = time.process_time()
+        json_grammar(schema)
+        assert time.process_time() - begun < 2
+
+    def test_the_shortest_document_is_found_through_references(self) -> None:
+        assert json_grammar(chain("choice", 3)).shortest == '""'
+        assert json_grammar(chain("required", 1)).shortest == '{"a": "", "b": ""}'
+        tree = {"type": "object", "properties": {"n": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["n"]}
+        assert json_grammar(tree).shortest == '{"n": null}'
+
+    @pytest.mark.parametrize(
+        "schema",
+        [
+            chain("required", 30),
+            {"type": "string", "minLength": 10**9},
+            {"type": "string", "pattern": "^a{1000000000}$"},
+            {"type": "array", "items": {"type": "array", "items": {}, "minItems": 9999}, "minItems": 10**9},
+        ],
+    )
+    def test_answers_that_are_never_short_are_refused(self, schema: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match="more than 32768 characters"):
+            json_grammar(schema)
+        json_grammar({"anyOf": [schema, {"type": "null"}], "$defs": schema.get("$defs", {})})
+
+    def test_what_is_too_deep_or_too_large_is_refused(self) -> None:
+        deep: dict[str, Any] = {"type": "string"}
+        for _ in range(5000):
+            deep = {"type": "array", "items": deep}
+        cyclic: dict[str, Any] = {"type": "object", "properties": {}}
+        cyclic["properties"] |= dict.fromkeys("abcdefgh", cyclic)
+        for schema in (deep, cyclic):
+            with pytest.raises(ConfigError, match="nested more than 128 levels"):
+                json_grammar(schema)
+        with pytest.raises(ConfigError, match="more than 20000 values"):
+            json_grammar({"enum": list(range(30_000))})
+        endless = {"properties": {"a": {"allOf": [{"$ref": "#"}, {"properties": {"b": {}}}]}}}
+        with pytest.raises(ConfigError, match="allOf merges"):
+            json_grammar(endless)
+
+    def test_a_set_should_be_a_list(self) -> None:
+        with pytest.raises(ConfigError, match=r"\$\.properties\.names: 'uniqueItems'.*use a list"):
+            json_grammar(Unique.model_json_schema())
 
 
 class Part(BaseModel):

@@ -8,15 +8,21 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import numpy as np
+
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 LONGEST = 512  # tokens that a walk to the end takes beyond what was expected; a longer one has gone astray
 FEW = 8  # so many ways to go on are a choice between names, more are the letters of a text
+MAX_DOCUMENT = 32_768  # characters of the shortest document; no small model writes so much
 SUFFIXES = 48  # endings of the last known ending that are tried
+_ROUNDS = 16  # in which references are followed; more than one is for those that go in a circle
+_PATTERNS = 32  # of a schema, for which a text is looked for beforehand
 _UNKNOWN = 64  # bytes of a text whose pattern says nothing about its length
 _LAST_ANCHOR = re.compile(r"(?<!\\)[$]$")
 _COUNT = re.compile(r"\{(\d+)")
@@ -35,8 +41,18 @@ def shortest_json(schema: Mapping[str, Any]) -> str:
     """About the shortest document of a schema of `strict_schema`, as text.
 
     A guess: it ignores patterns and combinations, so check it before use.
+
+    Raises:
+        ConfigError: it would be longer than `MAX_DOCUMENT`.
     """
-    return _Short(schema).text(schema) or "null"
+    short = _Short(schema)
+    text = short.text(schema)
+    if text is None and short.too_long:
+        raise ConfigError(
+            f"the shortest answer that fits the schema has more than {MAX_DOCUMENT} characters; lower its minItems, "
+            "minLength or required properties"
+        )
+    return text or "null"
 
 
 def reach_bytes(schema: Mapping[str, Any]) -> int:
@@ -60,65 +76,116 @@ def samples_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
 def patterns_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
     """Patterns that match the whole of a text, one for each pattern that a schema asks a text to hold."""
     found = dict.fromkeys(node["pattern"] for node in _nodes(schema) if isinstance(node.get("pattern"), str))
-    inner = [_LAST_ANCHOR.sub("", pattern.removeprefix("^")) for pattern in found]
+    inner = [_LAST_ANCHOR.sub("", pattern.removeprefix("^")) for pattern in list(found)[:_PATTERNS]]
     return tuple(f"^(?:{pattern})$" for pattern in inner)
 
 
 class _Short:
+    """Short documents of the parts of a schema; each part is looked at a few times only, however often it is used.
+
+    What references lead to is found in rounds, each with the documents of the round before, until no document gets
+    shorter.
+    """
+
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root = root
-        self._open: set[str] = set()
+        self._found: dict[str, str | None] = {}
+        self._made: dict[int, str | None] = {}
+        self.too_long = False  # whether a document was left out because it would be too long
+        targets = _targets(root)
+        for _ in range(_ROUNDS):
+            before = dict(self._found)
+            self._made, self.too_long = {}, False
+            for reference, node in targets.items():
+                self._found[reference] = self.text(node)
+            if self._found == before:
+                break
+        self._made = {}
 
     def text(self, node: Any) -> str | None:
         """A short document; None where only an endless one is left."""
         if not isinstance(node, Mapping):
             return None if node is False else "0"
+        if id(node) not in self._made:
+            self._made[id(node)] = self._fits(self._written(node))
+        return self._made[id(node)]
+
+    def _fits(self, text: str | None) -> str | None:
+        if text is not None and len(text) > MAX_DOCUMENT:
+            self.too_long = True
+            return None
+        return text
+
+    def _written(self, node: Mapping[str, Any]) -> str | None:
         if "const" in node:
             return _dumps(node["const"])
         if "enum" in node:
             return min(map(_dumps, node["enum"]), key=len, default=None)
         if "$ref" in node:
-            return self._reference(node["$ref"])
+            return self._found.get(node["$ref"])
         for key in ("anyOf", "oneOf"):
             if node.get(key):
                 return min(filter(None, map(self.text, node[key])), key=len, default=None)
         if node.get("allOf"):
             return self.text(node["allOf"][0])
         kinds = node.get("type", ["object" if "properties" in node else "null"])
-        found = [self._typed(node, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
+        found = [self._fits(self._typed(node, kind)) for kind in ([kinds] if isinstance(kinds, str) else kinds)]
         return min(filter(None, found), key=len, default=None)
-
-    def _reference(self, reference: str) -> str | None:
-        if reference in self._open:
-            return None
-        self._open.add(reference)
-        try:
-            node: Any = self._root
-            for step in reference.split("/")[1:]:
-                name = step.replace("~1", "/").replace("~0", "~")
-                node = node[int(name)] if isinstance(node, list) else node[name]
-            return self.text(node)
-        except (KeyError, IndexError, ValueError):
-            return None
-        finally:
-            self._open.discard(reference)
 
     def _typed(self, node: Mapping[str, Any], kind: str) -> str | None:
         if kind == "object":
-            names = dict.fromkeys((*node.get("properties", ()), *node.get("required", ())))
-            wanted = [name for name in names if name in node.get("required", ())]
+            required = dict.fromkeys(node.get("required", ()))
+            wanted = [name for name in dict.fromkeys((*node.get("properties", ()), *required)) if name in required]
             values = [self.text(node.get("properties", {}).get(name, True)) for name in wanted]
             pairs = [f"{_dumps(name)}: {value}" for name, value in zip(wanted, values, strict=True)]
             return None if None in values else "{" + ", ".join(pairs) + "}"
         if kind == "array":
-            prefix, least = node.get("prefixItems", ()), node.get("minItems", 0)
-            items = [self.text(prefix[at] if at < len(prefix) else node.get("items")) for at in range(min(least, 999))]
-            return None if None in items else "[" + ", ".join(filter(None, items)) + "]"
+            return self._array(node)
         if kind == "string":
             return '"' + _filler(node) + '"'
         if kind in ("integer", "number"):
             return _number(node)
         return {"boolean": "true", "null": "null"}.get(kind)
+
+    def _array(self, node: Mapping[str, Any]) -> str | None:
+        least = int(node.get("minItems", 0))
+        items = [self.text(one) for one in node.get("prefixItems", ())[:least]]
+        if more := least - len(items):
+            items += [self.text(node.get("items"))] * min(more, MAX_DOCUMENT)
+        if None in items:
+            return None
+        if sum(map(len, filter(None, items))) > MAX_DOCUMENT:
+            self.too_long = True
+            return None
+        return "[" + ", ".join(filter(None, items)) + "]"
+
+
+def _targets(root: Mapping[str, Any]) -> dict[str, Any]:
+    """What the references of a schema lead to, mostly those first that others need."""
+    targets: dict[str, Any] = {}
+    waiting = list(dict.fromkeys(_references(root)))
+    left: set[str] = set()
+    while waiting:
+        reference = waiting[-1]
+        if reference in targets or reference in left:
+            targets.setdefault(waiting.pop(), _target(root, reference))
+            continue
+        left.add(reference)
+        waiting += [one for one in dict.fromkeys(_references(_target(root, reference))) if one not in left]
+    return targets
+
+
+def _references(node: Any) -> Iterator[str]:
+    return (one["$ref"] for one in _nodes(node) if isinstance(one.get("$ref"), str))
+
+
+def _target(root: Any, reference: str) -> Any:
+    for step in reference.split("/")[1:]:
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        try:
+            root = root[int(name)] if isinstance(root, list) else root[name]
+        except (KeyError, IndexError, ValueError, TypeError):
+            return False
+    return root
 
 
 def _number(node: Mapping[str, Any]) -> str:
@@ -134,10 +201,11 @@ def _number(node: Mapping[str, Any]) -> str:
 def _filler(node: Mapping[str, Any]) -> str:
     pattern, form = node.get("pattern"), node.get("format")
     if pattern is not None:
-        return "a" * (_UNKNOWN + len(pattern) // 4 + sum(map(int, _COUNT.findall(pattern))))
+        counts = sum(min(int(count[:9]), MAX_DOCUMENT) for count in _COUNT.findall(pattern))
+        return "a" * min(_UNKNOWN + len(pattern) // 4 + counts, MAX_DOCUMENT + 1)
     if form is not None:
         return _SAMPLES.get(form, "a" * _UNKNOWN)
-    return "a" * int(node.get("minLength", 0))
+    return "a" * min(int(node.get("minLength", 0)), MAX_DOCUMENT + 1)
 
 
 def _nodes(node: Any) -> Iterator[Mapping[str, Any]]:

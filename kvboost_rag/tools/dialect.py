@@ -23,6 +23,7 @@ from .grammar import (
 )
 from .prompting import fallback, fit_roles, tool_text
 from .schemas import canonical_tools
+from .strict import check_size
 
 Message: TypeAlias = dict[str, Any]
 Choice: TypeAlias = Literal["auto", "none", "any"] | tuple[str, ...]  # names: one of these must be called
@@ -148,6 +149,8 @@ class Dialect:
             PromptError: a tool or message that cannot be rendered.
             ConfigError: no such tool, or a schema that cannot be enforced.
         """
+        if schema is not None and schema != "any":
+            check_size(schema, "the schema")
         shown = canonical_tools(tools) if choice != _NONE else []
         named = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools} if shown else {}
         forced = _forced(choice, named)

@@ -14,6 +14,8 @@ MAX_ITEMS = 64  # of an array or a free map; a small model that repeats itself f
 MAX_KEY = 64  # characters of a free key
 MAX_NUMBER = 10**15  # a larger float has no exact whole digits left
 LEAST_STEP = 1e-9  # decimals of a number; otherwise 1/3 is written for ever
+MAX_DEPTH = 128  # dicts and lists in one another of a schema; a hand-written one has about ten
+MAX_NODES = 20_000  # values of a schema, and parts of its strict copy
 ANY_DEPTH = 6  # levels of a value that a schema says nothing about
 
 _DATE = (
@@ -40,6 +42,35 @@ _MERGED = frozenset({"type", "properties", "required", *_ANNOTATIONS})
 _LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
 
 
+def check_size(schema: Any, where: str = "$") -> None:
+    """Refuse what would hold up a server, or has no end.
+
+    Args:
+        schema: any value.
+        where: what errors call it.
+
+    Raises:
+        ConfigError: it is nested too deeply, as one that holds itself is, or has too many values.
+    """
+    levels = [iter([schema])]
+    nodes = 0
+    while levels:
+        for value in levels[-1]:
+            nodes += 1
+            if nodes > MAX_NODES:
+                raise ConfigError(f"{where} has more than {MAX_NODES} values; give a smaller schema")
+            if isinstance(value, (Mapping, list, tuple)):
+                levels.append(iter(value.values() if isinstance(value, Mapping) else value))
+                break
+        else:
+            levels.pop()
+        if len(levels) > MAX_DEPTH:
+            raise ConfigError(
+                f"{where} is nested more than {MAX_DEPTH} levels deep, or holds itself; flatten it, or write what "
+                "recurs as a $ref"
+            )
+
+
 def strict_schema(schema: Mapping[str, Any], *, where: str = "$") -> dict[str, Any]:
     """A copy of a schema fit for generation: what fits the copy fits the schema, and every value ends.
 
@@ -55,6 +86,7 @@ def strict_schema(schema: Mapping[str, Any], *, where: str = "$") -> dict[str, A
     """
     if not isinstance(schema, Mapping):
         raise ConfigError(f"{where} is {schema!r}; a JSON schema must be a dict")
+    check_size(schema, where)
     maker = _Strict(schema)
     strict = maker.node(schema, where)
     assert isinstance(strict, dict)
@@ -67,6 +99,7 @@ class _Strict:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self.any_used = False
+        self._nodes = self._depth = 0
 
     def node(self, node: Any, where: str, *, closed: bool = True) -> dict[str, Any] | bool:
         """One schema; ``closed`` is false inside a combination, where properties of its siblings are allowed too."""
@@ -74,6 +107,16 @@ class _Strict:
             return self._any()
         if node is False:
             return False
+        self._nodes += 1
+        self._depth += 1
+        if self._nodes > MAX_NODES or self._depth > MAX_DEPTH:  # a merged allOf holds copies of what it refers to
+            raise ConfigError(f"{where[:200]}: allOf merges too much, or itself; write it as one object")
+        try:
+            return self._made(node, where, closed)
+        finally:
+            self._depth -= 1
+
+    def _made(self, node: Any, where: str, closed: bool) -> dict[str, Any]:
         out = _plain(node, where)
         if out.get("allOf"):
             out = self._all_of(out, where)
@@ -267,7 +310,8 @@ def _plain(node: Any, where: str) -> dict[str, Any]:
     harmless = ("uniqueItems",) if mixed else ("uniqueItems", "unevaluatedProperties")
     refused = [key for key in _UNSUPPORTED if key in node and not (node[key] is False and key in harmless)]
     if refused:
-        raise ConfigError(f"{where}: {refused[0]!r} cannot be enforced while an answer is generated; leave it out")
+        remedy = "use a list instead of a set" if refused[0] == "uniqueItems" else "leave it out"
+        raise ConfigError(f"{where}: {refused[0]!r} cannot be enforced while an answer is generated; {remedy}")
     if "unevaluatedProperties" in node:  # no more than what closing does, but also where nothing is named
         node = {"properties": {}, **node}
     dropped = (*_ANNOTATIONS, *_UNSUPPORTED)

@@ -27,6 +27,7 @@ from pydantic import BaseModel, PydanticUserError, TypeAdapter
 
 from kvboost_rag import ConfigError
 from kvboost_rag.tools import Choice, Reply, canonical_tool
+from kvboost_rag.tools.strict import check_size
 
 ToolLike: TypeAlias = "Mapping[str, Any] | type | Callable[..., Any] | BaseTool | Runnable[Any, Any]"
 
@@ -107,7 +108,7 @@ def schema_of(schema: Any) -> dict[str, Any]:
     """
     if isinstance(schema, Mapping) and not {"function", "name", "input_schema"} & schema.keys():
         return dict(schema)
-    parameters: dict[str, Any] = _describe(schema)["function"].get("parameters") or {"type": "object"}
+    parameters: dict[str, Any] = _describe(schema, "schema")["function"].get("parameters") or {"type": "object"}
     return parameters
 
 
@@ -122,7 +123,7 @@ def traced_schema(schema: Any) -> dict[str, Any] | None:
     """A schema for traces, with its name; LangChain would describe the class itself, and cannot describe all."""
     if schema is None:
         return None
-    described = _describe(schema)["function"]
+    described = _describe(schema, "schema")["function"]
     words = {"description": described["description"]} if described.get("description") else {}
     return {"title": described["name"], **words, **schema_of(schema)}
 
@@ -187,15 +188,16 @@ def structured(
     return cast("Runnable[LanguageModelInput, dict[str, Any] | BaseModel]", both)
 
 
-def _describe(tool: ToolLike) -> dict[str, Any]:
+def _describe(tool: ToolLike, what: str = "tool") -> dict[str, Any]:
     if isinstance(tool, Runnable) and not isinstance(tool, BaseTool):
         tool = tool.as_tool()
+    if isinstance(tool, Mapping):
+        check_size(tool, f"the {what}")
     try:
         described = _converted(tool)
     except (ValueError, TypeError, PydanticUserError) as error:
-        raise ConfigError(
-            f"{tool!r} is no tool: {error}; give a tool, a function, a pydantic class or a dict"
-        ) from error
+        kinds = "a tool, a function, a pydantic class or a dict" if what == "tool" else "a class, a TypedDict or a dict"
+        raise ConfigError(f"{tool!r} is no {what}: {error}; give {kinds}") from error
     if described.get("type") != "function":
         raise ConfigError(
             f"a tool of type {described.get('type')!r} runs at its provider, not in a local model; give a function tool"
