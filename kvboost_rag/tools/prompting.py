@@ -7,6 +7,7 @@ whichever tools stand around it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -20,6 +21,8 @@ Message: TypeAlias = dict[str, Any]
 _INTRODUCTION = "# Tools\n\nYou can call these tools. Each line describes one:\n"
 _SYSTEM = ("system", "developer")
 _RESULTS = ("tool", "function", "ipython")
+_BORDER = re.compile(r"\s*(?:result of\b|```)", re.IGNORECASE)
+_TICKS = re.compile("`+")
 _MERGED = ("system", "developer", "user", "assistant")
 
 
@@ -56,7 +59,8 @@ def fallback(
     """A conversation in which tools, calls and results are text, for a template that knows none of them.
 
     The system message, made if it is missing, gets the tools behind its own text. Calls of the assistant stand behind
-    what it said; each result becomes a message of the user, as small models know no other role that brings news.
+    what it said; each result becomes a message of the user, as small models know no other role that brings news. Such a
+    result is fenced where its text could pass for another message.
 
     Args:
         messages: the conversation; its calls in OpenAI's form, with arguments as a dict or as JSON.
@@ -200,7 +204,20 @@ def _result(message: Mapping[str, Any], names: Mapping[str, str]) -> str:
     call_id = message.get("tool_call_id")
     name = message.get("name") or names.get(str(call_id))
     what = f"the tool {name}" if name else f"the tool call {call_id}" if call_id else "a tool call"
-    return f"Result of {what}:\n{_text(message.get('content'))}"
+    return f"Result of {' '.join(what.split())}:\n{_fenced(_text(message.get('content')))}"
+
+
+def _fenced(text: str) -> str:
+    """A result as it is; between fences if it holds what could pass for its end, and the next message behind it.
+
+    Messages that are merged have an empty line between them. The text itself stays, and with it its stored KV.
+    """
+    lines = text.splitlines()
+    plain = all(line.strip() and not _BORDER.match(line) for line in lines) and not text.endswith("\n")
+    if plain:
+        return text
+    fence = "`" * max(3, 1 + max(map(len, _TICKS.findall(text)), default=0))
+    return f"{fence}\n{text}\n{fence}"
 
 
 def _text(content: Any) -> str:
