@@ -38,7 +38,7 @@ def reused_share(engine: Engine, texts: list[str]) -> float:
     return (usage.exact_tokens + usage.approximate_tokens) / own
 
 
-class StubEngine:
+class StubEngine(Engine):
     """Takes texts, and says it warmed them."""
 
     config = EngineConfig()

@@ -309,8 +309,11 @@ class TestDeleting:
         store.inner.fail = True
         with pytest.raises(ConnectionError):
             store.add_documents([document(5)])
+        with pytest.raises(ConnectionError):
+            store.add_texts([text(6, 30)])  # an id of our own making: surely not there before
         assert not is_warm(engine, text(5, 30))
-        assert set(store.inner.entries) == {"d1", "d2"}
+        assert not is_warm(engine, text(6, 30))
+        assert set(store.inner.entries) == {"d1", "d2", "d5"}
         with pytest.raises(ConfigError, match="Blind"):
             store.warm()
 
@@ -477,6 +480,114 @@ class TestFailures:
         assert engine.stats().chunks == 0
 
 
+class TestRowsOfOthers:
+    """A failed write removes no row it did not add, and KV never outlives its document."""
+
+    def test_refused_id_of_a_store_that_gives_nothing_back(self, engine):
+        class Refusing(Blind):
+            def add_texts(self, texts, metadatas=None, *, ids=None, **kwargs):
+                if taken := [name for name in ids if name in self.entries]:
+                    raise ValueError(f"duplicate ids {taken}")
+                return super().add_texts(texts, metadatas, ids=ids)
+
+        inner = Refusing()
+        inner.add_texts(["the contract"], ids=["contract"])
+        with pytest.raises(ValueError, match="duplicate") as caught:
+            KVBoostVectorStore(inner, engine).add_texts([text(2, 30)], ids=["contract"])
+        assert "['contract']" in caught.value.__notes__[0]
+        assert set(inner.entries) == {"contract"}
+        assert engine.stats().chunks == 0
+
+    @pytest.mark.parametrize("returned", [None, ConnectionError])
+    def test_deleted_but_not_read_back(self, engine, returned):
+        class Unreadable(InMemoryVectorStore):
+            broken = False
+
+            def delete(self, ids=None, **kwargs):
+                super().delete(ids, **kwargs)
+                self.broken = True
+                if returned:
+                    raise returned("reset by delete")
+
+            def get_by_ids(self, ids):
+                if self.broken:
+                    self.broken = False
+                    raise ConnectionError("reset by get_by_ids")
+                return super().get_by_ids(ids)
+
+        store = KVBoostVectorStore(Unreadable(EMBEDDINGS), engine)
+        store.add_documents(documents(2))
+        with pytest.raises(ConnectionError, match="by delete" if returned else "by get_by_ids"):
+            store.delete(["d0"])
+        assert warm_set(engine, documents(2)) == stored_ids(store) == {"d1"}
+        store.inner.delete = lambda ids: InMemoryVectorStore.delete(store.inner, ids)
+        store.delete(["d0", "d1"])
+        assert engine.stats().chunks == 0
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_inner_store_that_empties_its_arguments(self, engine, fails):
+        class Emptying(InMemoryVectorStore):
+            def add_documents(self, documents, ids=None, **kwargs):
+                names = super().add_documents(list(documents), ids=list(ids), **kwargs)
+                documents.clear()
+                ids.clear()
+                if fails:
+                    raise ConnectionError("gone")
+                return names
+
+        store = KVBoostVectorStore(Emptying(EMBEDDINGS), engine)
+        docs = documents(3)
+        if fails:
+            with pytest.raises(ConnectionError):
+                store.add_documents(docs)
+        else:
+            assert store.add_documents(docs, ids=(name := ["a", "b", "c"])) == name == ["a", "b", "c"]
+        assert len(docs) == 3
+        assert len(store.inner.store) == len(warm_set(engine, docs)) == (0 if fails else 3)
+
+    @pytest.mark.parametrize("ids", [None, ["a", "b"]])
+    def test_inner_store_that_edits_documents(self, engine, ids):
+        class Editing(InMemoryVectorStore):
+            def add_documents(self, documents, ids=None, **kwargs):
+                for doc in documents:
+                    doc.page_content = doc.page_content.upper()
+                    doc.metadata["edited"] = True
+                return super().add_documents(documents, ids=ids, **kwargs)
+
+        store = KVBoostVectorStore(Editing(EMBEDDINGS), engine)
+        docs = [Document(page_content=text(n, 30)) for n in range(2)]
+        names = store.add_documents(docs, ids=ids)
+        assert docs == [Document(page_content=text(n, 30)) for n in range(2)]  # the caller's are left alone
+        assert not any(is_warm(engine, doc.page_content) for doc in docs)
+        assert all(is_warm(engine, doc.page_content) for doc in stored_documents(store))
+        store.delete(names)
+        assert engine.stats().chunks == 0
+
+    def test_inner_store_that_returns_no_ids(self, engine):
+        class Silent(InMemoryVectorStore):
+            def add_documents(self, documents, ids=None, **kwargs):
+                super().add_documents(documents, ids=ids, **kwargs)
+
+        store = KVBoostVectorStore(Silent(EMBEDDINGS), engine)
+        assert store.add_documents(documents(2)) == ["d0", "d1"]
+        assert warm_set(engine, documents(2)) == stored_ids(store) == {"d0", "d1"}
+
+    def test_generators(self, store, engine):
+        docs = documents(4)
+        assert store.add_documents((doc for doc in docs[:2]), ids=(name for name in "ab")) == ["a", "b"]
+        metadatas = ({"n": n} for n in range(2))
+        texts = (doc.page_content for doc in docs[2:])
+        assert store.add_texts(texts, metadatas, ids=(name for name in "cd")) == ["c", "d"]
+        assert store.get_by_ids(["d"])[0].metadata == {"n": 1}
+        store.delete(name for name in "ad")
+        assert stored_ids(store) == {"b", "c"}
+        assert warm_set(engine, docs) == {"d1", "d2"}
+        options = {"engine": engine, "store_class": type(store.inner)}
+        arguments = [doc.page_content for doc in docs], EMBEDDINGS, ({"n": n} for n in range(4))
+        filled = KVBoostVectorStore.from_texts(*arguments, ids=(name for name in "abcd"), **options)
+        assert filled.get_by_ids(["c"])[0].metadata == {"n": 2}
+
+
 class TestFromTexts:
     @pytest.mark.parametrize("store_class", [FAISS, InMemoryVectorStore])
     def test_filled_and_warm(self, engine, store_class):
@@ -633,6 +744,19 @@ class TestSearching:
             store.no_such  # noqa: B018
         assert "FAISS" in repr(store)
 
+    @pytest.mark.parametrize("name", ["merge_from", "add_embeddings", "load_local", "from_embeddings"])
+    def test_what_would_bypass_the_wrapper_raises(self, engine, name):
+        store = KVBoostVectorStore(faiss(), engine)
+        hint = (
+            r"store\.inner\..* and then store\.warm"
+            if name in ("merge_from", "add_embeddings")
+            else (rf"KVBoostVectorStore\(FAISS\.{name}\(...\), engine\)")
+        )
+        with pytest.raises(ConfigError, match=hint):
+            getattr(store, name)(faiss())
+        assert not hasattr(KVBoostVectorStore(Blind(), engine), name)
+        assert callable(store.save_local)
+
 
 class TestIndexing:
     """LangChain's index(): it knows by the class whether a store can delete."""
@@ -748,6 +872,13 @@ class TestRestart:
         assert engine.stats().chunks == 0
 
 
+def run_threads(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 class TestThreads:
     def test_adds_and_deletes_at_once(self, engine):
         store = KVBoostVectorStore(in_memory(), engine)
@@ -762,11 +893,7 @@ class TestThreads:
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads([threading.Thread(target=work, args=(n,)) for n in range(4)])
         assert not errors
         assert all(is_warm(engine, text(100 + turn, 30)) for turn in range(3))
         assert not any(is_warm(engine, text(n * 10 + turn, 30)) for n in range(4) for turn in range(3))
@@ -790,6 +917,145 @@ class TestThreads:
         deleting.join()
         assert stored_ids(store) == warm_set(engine, documents(2)) == {"d1"}
         assert engine.forget([text(0, 30)]) == 0
+
+    def test_two_adds_of_one_id_that_may_not_exist(self, engine):
+        store = KVBoostVectorStore(faiss(), engine)
+        errors = []
+
+        def add(seed: int) -> None:
+            try:
+                store.add_documents([document(seed)], ids=["x"])
+            except ValueError as error:
+                errors.append(error)
+
+        run_threads([threading.Thread(target=add, args=(seed,)) for seed in range(4)])
+        assert len(errors) == 3
+        (kept,) = store.get_by_ids(["x"])
+        assert [n for n in range(4) if is_warm(engine, text(n, 30))] == [
+            n for n in range(4) if text(n, 30) == kept.page_content
+        ]
+        assert store.index.ntotal == len(store.similarity_search("x", k=4)) == 1
+
+    def test_refused_beside_an_add_of_another(self, engine):
+        store = KVBoostVectorStore(faiss(), engine)
+        store.add_documents(documents(1))
+        plain, embedding = EMBEDDINGS.embed_documents, threading.Event()
+
+        class Slow(DeterministicFakeEmbedding):
+            def embed_documents(self, texts):
+                if threading.current_thread() is refused:
+                    embedding.set()
+                    time.sleep(0.2)
+                return plain(texts)
+
+        store.inner.embedding_function = Slow(size=8)
+
+        def add() -> None:
+            with pytest.raises(ValueError, match="already exist"):
+                store.add_documents([document(1)], ids=["d0"])
+
+        refused = threading.Thread(target=add)
+        refused.start()
+        embedding.wait(5)
+        store.add_documents([document(2)])
+        refused.join()
+        assert store.index.ntotal == len(store.similarity_search("x", k=4)) == 2
+        assert warm_set(engine, documents(3)) == stored_ids(store) == {"d0", "d2"}
+
+    def test_two_replacements_of_one_id(self, engine):
+        class Slow(InMemoryVectorStore):
+            def get_by_ids(self, ids):
+                found = super().get_by_ids(ids)
+                if found and threading.current_thread() is first:
+                    reached.set()
+                    time.sleep(0.2)
+                return found
+
+        store, reached = KVBoostVectorStore(Slow(EMBEDDINGS), engine), threading.Event()
+        first = threading.Thread(target=store.add_documents, args=([document(1)],), kwargs={"ids": ["x"]})
+        first.start()
+        reached.wait(5)
+        store.add_documents([document(2)], ids=["x"])
+        first.join()
+        assert store.get_by_ids(["x"])[0].page_content == text(2, 30)
+        assert warm_set(engine, documents(3)) == {"d2"}
+        store.delete(["x"])
+        assert engine.stats().chunks == 0
+
+    @pytest.mark.asyncio
+    async def test_many_async_writes_take_turns(self, store, engine):
+        inside = 0
+        plain = store.inner.aadd_documents
+
+        async def aadd_documents(documents, **kwargs):
+            nonlocal inside
+            inside += 1
+            assert inside == 1
+            await asyncio.sleep(0.002)
+            names = await plain(documents, **kwargs)
+            inside -= 1
+            return names
+
+        store.inner.aadd_documents = aadd_documents
+        docs = documents(40)  # more than the default executor has threads
+        in_thread = asyncio.to_thread(store.add_documents, [document(40)])
+        await asyncio.wait_for(asyncio.gather(in_thread, *(store.aadd_documents([doc]) for doc in docs)), 60)
+        assert len(warm_set(engine, documents(41))) == len(stored_ids(store)) == 41
+
+    @pytest.mark.asyncio
+    async def test_sync_write_that_would_block_its_own_loop(self, memory, engine):
+        plain, inside = memory.inner.aadd_documents, asyncio.Event()
+
+        async def aadd_documents(documents, **kwargs):
+            inside.set()
+            await asyncio.sleep(0.05)
+            return await plain(documents, **kwargs)
+
+        memory.inner.aadd_documents = aadd_documents
+        task = asyncio.create_task(memory.aadd_documents(documents(1)))
+        await inside.wait()
+        with pytest.raises(ConfigError, match="await aadd_documents"):
+            memory.add_documents([document(1)])
+        await task
+        memory.add_documents([document(1)])
+        assert warm_set(engine, documents(2)) == stored_ids(memory) == {"d0", "d1"}
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("times", [1, 2, 5])
+    @pytest.mark.parametrize("where", ["warming", "adding", "waiting"])
+    async def test_cancelled_again_and_again(self, memory, engine, where, times):
+        reached = asyncio.Event()
+        loop, plain_warm, plain_add = asyncio.get_running_loop(), engine.warm, memory.inner.aadd_documents
+
+        def warm(texts, **options):
+            if texts and where == "warming":
+                loop.call_soon_threadsafe(reached.set)
+                time.sleep(0.1)
+            return plain_warm(texts, **options)
+
+        async def aadd_documents(documents, **kwargs):
+            reached.set()
+            await asyncio.sleep(0.1)
+            return await plain_add(documents, **kwargs)
+
+        engine.warm, memory.inner.aadd_documents = warm, aadd_documents
+        first = asyncio.create_task(memory.aadd_documents([document(5)])) if where == "waiting" else None
+        if first:
+            await reached.wait()
+        task = asyncio.create_task(memory.aadd_documents(documents(1)))
+        await (asyncio.sleep(0.05) if first else reached.wait())
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        if first:
+            await first
+        expected = {"d5"} if first else set()
+        assert stored_ids(memory) == warm_set(engine, [document(0), document(5)]) == expected
+        assert engine.stats().chunks == len(expected)
+        await memory.aadd_documents([document(7)])  # nobody is left in the line
+        assert not memory._writer._turns._line
 
     @pytest.mark.asyncio
     async def test_loop_never_stalls(self, engine):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import fields
 from hashlib import blake2b
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 from langchain_core.documents import Document
 from langchain_core.prompts import BasePromptTemplate, format_document
 from langchain_core.runnables import run_in_executor
@@ -153,14 +155,67 @@ async def off_loop(work: Callable[[], T]) -> T:
 
 async def finished(work: Coroutine[Any, Any, T]) -> T:
     """Await, and when cancelled let the work end first: what comes next must not run beside it."""
+    running, cancelled = await settled(work)
+    if cancelled is not None:
+        raise cancelled
+    return running.result()
+
+
+async def settled(work: Coroutine[Any, Any, T]) -> tuple[asyncio.Task[T], asyncio.CancelledError | None]:
+    """The work, done however often the task was cancelled meanwhile, and the last such cancellation."""
     running = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        if not running.cancelled():
-            running.exception()  # seen: asyncio would report an error nobody asked for
-        raise
+    cancelled = None
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if not running.cancelled():
+        running.exception()  # seen: asyncio would report an error nobody asked for
+    return running, cancelled
+
+
+def copies(documents: Iterable[Document]) -> list[Document]:
+    """Documents for an inner store, which may change what it is given."""
+    return [
+        document.model_copy(update={"metadata": dict(document.metadata)})
+        if isinstance(document, Document)
+        else document
+        for document in documents
+    ]
+
+
+def documents_of(texts: list[str], metadatas: list[dict[str, Any]] | None) -> list[Document]:
+    """Texts and their metadata as documents."""
+    if metadatas and len(metadatas) != len(texts):
+        raise ValueError(f"{len(texts)} texts, but {len(metadatas)} metadatas; give one for each text")
+    return [
+        Document(page_content=text, metadata=dict(metadata))
+        for text, metadata in zip(texts, metadatas or [{}] * len(texts), strict=True)
+    ]
+
+
+def names_of(documents: list[Document], ids: Iterable[str | None] | None) -> tuple[list[str], set[str]]:
+    """An id for each document, known before anything is stored; and which of them were given."""
+    chosen = list(ids or []) or [document.id for document in documents]
+    if len(chosen) != len(documents):
+        raise ValueError(f"{len(documents)} documents, but {len(chosen)} ids; give one for each document")
+    return [name or str(uuid.uuid4()) for name in chosen], {name for name in chosen if name}
+
+
+def vector_count(store: Any) -> int | None:
+    """Vectors of a FAISS store that has a document for each of them."""
+    count = getattr(getattr(store, "index", None), "ntotal", None)
+    return count if isinstance(count, int) and count == stored_count(store) else None
+
+
+def drop_vectors(store: Any, count: int | None) -> None:
+    """Take vectors out again that FAISS added before it found their documents' ids taken.
+
+    Without a document they would make every search fail that finds them.
+    """
+    if count is not None and stored_count(store) == count < store.index.ntotal:
+        store.index.remove_ids(np.arange(count, store.index.ntotal))
 
 
 def check_engine(engine: object) -> None:

@@ -1,11 +1,15 @@
-"""Which document of a store needs which text, and what a forgotten text may take with it. Pure, thread-safe."""
+"""Which document of a store needs which text, what a forgotten text may take with it, whose turn it is. Thread-safe."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from zlib import crc32
+
+from kvboost_rag import ConfigError
 
 from .documents import text_key
 
@@ -150,6 +154,59 @@ class Records:
             self._with_shingle[shingle].discard(key)
             if not self._with_shingle[shingle]:
                 del self._with_shingle[shingle]
+
+
+class Turns:
+    """One write at a time, in the order in which they came. Futures wait, so that an event loop need not."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._line: deque[tuple[Future[None], object]] = deque()  # the first one's turn it is
+
+    def check(self) -> None:
+        """Refuse a sync write on an event loop that one of its own async writes waits for.
+
+        Raises:
+            ConfigError: the write would block the loop, and wait forever.
+        """
+        loop = _loop()
+        with self._mutex:
+            if loop is not None and any(other is loop and not turn.cancelled() for turn, other in self._line):
+                raise ConfigError(
+                    "a sync write would wait for an async write of the same event loop, and block that loop; await "
+                    "aadd_documents, aadd_texts, adelete or awarm instead"
+                )
+
+    def join(self) -> Future[None]:
+        """Queue; the result is set when it is this one's turn."""
+        turn: Future[None] = Future()
+        with self._mutex:
+            self._line.append((turn, _loop()))
+            if len(self._line) == 1:
+                turn.set_result(None)
+        return turn
+
+    def end(self) -> None:
+        """The turn is over."""
+        with self._mutex:
+            self._line.popleft()
+            while self._line and not self._line[0][0].set_running_or_notify_cancel():
+                self._line.popleft()
+            if self._line:
+                self._line[0][0].set_result(None)
+
+    def leave(self, turn: Future[None]) -> None:
+        """Wait no longer; if it is this one's turn already, that is over."""
+        if not turn.cancel():
+            self.end()
+
+
+def _loop() -> object:
+    """The event loop that runs in this thread, if one does."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def shingles(text: str) -> tuple[int, ...]:

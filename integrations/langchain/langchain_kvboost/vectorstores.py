@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
 from kvboost_rag import ConfigError, Engine, WarmReport
 
-from .documents import BATCH_DOCUMENTS, DocumentPrompt, DocumentWarmer, finished, off_loop
-from .writing import Writer, documents_of, names_of
+from .documents import BATCH_DOCUMENTS, DocumentPrompt, DocumentWarmer, documents_of, names_of, off_loop
+from .writing import Writer
 
 
 def _passed(name: str) -> Any:
@@ -45,8 +45,11 @@ class KVBoostVectorStore(VectorStore):
     and wrap what it loads; KV lives in the engine's memory, so call `warm` after a restart.
 
     A write that fails leaves nothing behind: documents are warmed first, what the inner store took of a failed call is
-    deleted from it again, documents it overwrote are put back, and KV nobody else needs is forgotten. An id that is
-    stored already, or comes twice in a call, does what the inner store does; the KV follows what it then holds.
+    deleted from it again, documents it overwrote are put back, and KV nobody else needs is forgotten. In a store
+    without `get_by_ids`, ids the caller chose are left as they are, and the error says so. An id that is stored
+    already, or comes twice in a call, does what the inner store does; the KV follows what it then holds.
+
+    Writes to the inner store take turns; their warming does not wait. On an event loop, use the async forms.
 
     Forgetting drops KV that was computed behind the forgotten text, and near copies of it. Documents of this store that
     may have lost theirs that way are warmed again. Two stores of one namespace do not know of each other: if both hold
@@ -82,7 +85,8 @@ class KVBoostVectorStore(VectorStore):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "inner":
             raise AttributeError(name)
-        return getattr(self.inner, name)
+        found = getattr(self.inner, name)
+        return _refusing(name, self.inner) if name in _WRITING or name in _LOADING else found
 
     def __repr__(self) -> str:
         return f"KVBoostVectorStore({self.inner!r})"
@@ -139,7 +143,7 @@ class KVBoostVectorStore(VectorStore):
                 arguments of the constructor. The rest is for `store_class.from_texts`.
         """
         filling = _Filling.of(texts, metadatas, ids, kwargs)
-        inner = filling.store_class.from_texts(filling.texts, embedding, metadatas, ids=filling.ids, **filling.rest)
+        inner = filling.store_class.from_texts(*filling.positional(embedding), **filling.keywords())
         store = cls(inner, filling.engine, **filling.options)
         store._writer.run(store._writer.adding(filling.documents, filling.ids, set(), None))
         return store
@@ -157,7 +161,7 @@ class KVBoostVectorStore(VectorStore):
         """`from_texts` off the event loop."""
         filling = await off_loop(lambda: _Filling.of(texts, metadatas, ids, kwargs))
         build = filling.store_class.afrom_texts
-        inner = await build(filling.texts, embedding, metadatas, ids=filling.ids, **filling.rest)
+        inner = await build(*filling.positional(embedding), **filling.keywords())
         store = await off_loop(lambda: cls(inner, filling.engine, **filling.options))
         await store._writer.arun(store._writer.adding(filling.documents, filling.ids, set(), None))
         return store
@@ -175,7 +179,7 @@ class KVBoostVectorStore(VectorStore):
         return self._writer.run(self._writer.adding_documents(documents, kwargs))
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """`add_documents` off the event loop; cancelling it adds nothing."""
+        """`add_documents` off the event loop; cancelling it adds nothing, unless all was added already."""
         return await self._writer.arun(self._writer.adding_documents(documents, kwargs))
 
     def add_texts(
@@ -187,7 +191,7 @@ class KVBoostVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[str]:
         """`add_documents` for texts, by the inner store's own `add_texts`."""
-        return self._writer.run(self._writer.adding_texts(list(texts), metadatas, ids, kwargs))
+        return self._writer.run(self._writer.adding_texts(texts, metadatas, ids, kwargs))
 
     async def aadd_texts(
         self,
@@ -197,16 +201,16 @@ class KVBoostVectorStore(VectorStore):
         ids: list[str] | None = None,
         **kwargs: Any,
     ) -> list[str]:
-        """`add_texts` off the event loop; cancelling it adds nothing."""
-        return await self._writer.arun(self._writer.adding_texts(list(texts), metadatas, ids, kwargs))
+        """`add_texts` off the event loop; cancelling it adds nothing, unless all was added already."""
+        return await self._writer.arun(self._writer.adding_texts(texts, metadatas, ids, kwargs))
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Delete documents from the inner store, and forget the KV of those whose text no other document has."""
         return self._writer.run(self._writer.deleting(ids, kwargs))
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """`delete` off the event loop; what was begun is finished even if the task is cancelled."""
-        return await finished(self._writer.arun(self._writer.deleting(ids, kwargs)))
+        """`delete` off the event loop; once it is begun it is finished, even if the task is cancelled."""
+        return await self._writer.arun(self._writer.deleting(ids, kwargs))
 
     def warm(self) -> WarmReport:
         """Warm every document of the inner store: after wrapping a filled or a loaded one. What is warm stays as it is.
@@ -226,6 +230,7 @@ class _Filling:
     """Checked arguments of `from_texts`: nothing is embedded or stored if one is wrong."""
 
     texts: list[str]
+    metadatas: list[dict[str, Any]] | None
     documents: list[Document]
     ids: list[str]
     engine: Engine
@@ -237,8 +242,8 @@ class _Filling:
     def of(
         cls,
         texts: Iterable[str],
-        metadatas: list[dict[str, Any]] | None,
-        ids: Sequence[str] | None,
+        metadatas: Iterable[dict[str, Any]] | None,
+        ids: Iterable[str] | None,
         kwargs: dict[str, Any],
     ) -> _Filling:
         rest = dict(kwargs)
@@ -250,6 +255,7 @@ class _Filling:
             )
         options = {name: rest.pop(name) for name in list(rest) if name in _OPTIONS}
         texts = list(texts)
+        metadatas = None if metadatas is None else [dict(metadata) for metadata in metadatas]
         documents = documents_of(texts, metadatas)
         names, _ = names_of(documents, ids)
         checking = {**_OPTIONS, **options}
@@ -257,7 +263,13 @@ class _Filling:
         warmer = DocumentWarmer(engine, **checking)
         for document in documents:
             warmer.render(document)
-        return cls(texts, documents, names, engine, store_class, options, rest)
+        return cls(texts, metadatas, documents, names, engine, store_class, options, rest)
+
+    def positional(self, embedding: Embeddings) -> tuple[list[str], Embeddings, list[dict[str, Any]] | None]:
+        return self.texts, embedding, self.metadatas
+
+    def keywords(self) -> dict[str, Any]:
+        return {**self.rest, "ids": list(self.ids)}
 
 
 _OPTIONS: dict[str, Any] = {
@@ -267,3 +279,23 @@ _OPTIONS: dict[str, Any] = {
     "batch_size": BATCH_DOCUMENTS,
     "show_progress": False,
 }
+
+_WRITING = frozenset({"merge_from", "add_embeddings", "aadd_embeddings"})
+_LOADING = frozenset({"load_local", "load", "deserialize_from_bytes", "from_embeddings", "afrom_embeddings"})
+
+
+def _refusing(name: str, inner: VectorStore) -> Callable[..., Any]:
+    """In the place of a method of the inner store that would bypass the wrapper: silently nothing would be warm."""
+    kind = type(inner).__name__
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if name in _WRITING:
+            raise ConfigError(
+                f"{name} would put documents into the {kind} that are not warmed; "
+                f"call store.inner.{name}(...) and then store.warm()"
+            )
+        raise ConfigError(
+            f"{name} would give a {kind} that is not wrapped; give KVBoostVectorStore({kind}.{name}(...), engine)"
+        )
+
+    return refuse

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
-import uuid
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, TypeAlias, TypeVar
 
-import numpy as np
 from langchain_core.documents import Document
 from langchain_core.vectorstores import VectorStore
 
 from kvboost_rag import EngineClosedError, PromptError, WarmReport
 
-from .documents import DocumentWarmer, add_reports, finished, off_loop, progress, stored_count, stored_documents
-from .records import Records
+from .documents import (
+    DocumentWarmer,
+    add_reports,
+    copies,
+    documents_of,
+    drop_vectors,
+    names_of,
+    off_loop,
+    progress,
+    settled,
+    stored_count,
+    stored_documents,
+    vector_count,
+)
+from .records import Records, Turns
 
 T = TypeVar("T")
 
@@ -32,9 +44,16 @@ class Inner:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
+class Mark(Enum):
+    """A step that concerns the driver."""
+
+    TAKE_TURN = auto()  # wait until no other write is between its look at the inner store and its records
+    UNSTOPPABLE = auto()  # from here on the write runs to its end, and a cancelled task is cancelled after it
+
+
 # A write is a generator of steps, so that its sync and async forms cannot differ. Every other step is work that may
 # take long or wait for a lock, and so must not run on an event loop.
-Step: TypeAlias = Inner | Callable[[], Any]
+Step: TypeAlias = Inner | Mark | Callable[[], Any]
 Steps: TypeAlias = Generator[Step, Any, T]
 
 
@@ -54,13 +73,12 @@ class Writer:
         self._records = Records(keep_texts=not self._gives_back)
         # One batch or one forgetting at a time: what is encoded behind a text must be known when that is forgotten.
         self._encoding = threading.Lock()
+        # One write at a time. Taken before the other locks, never while holding one.
+        self._turns = Turns()
 
     def run(self, steps: Steps[T]) -> T:
         """Run a write in the calling thread."""
-        return _drive(steps, self._do)
-
-    async def arun(self, steps: Steps[T]) -> T:
-        """As `run`, awaiting every step."""
+        self._turns.check()
         value: Any = None
         error: BaseException | None = None
         while True:
@@ -69,36 +87,90 @@ class Writer:
             except StopIteration as stop:
                 return stop.value  # type: ignore[no-any-return]
             try:
-                value, error = await self._ado(step), None
+                value, error = self._do(step), None
             except BaseException as raised:
                 error = raised
 
+    async def arun(self, steps: Steps[T]) -> T:
+        """As `run`, awaiting every step. A cancelled task's write is told so once, and then ends undisturbed."""
+        value: Any = None
+        error: BaseException | None = None
+        cancelled: asyncio.CancelledError | None = None
+        stoppable = True
+        while True:
+            try:
+                step = steps.send(value) if error is None else steps.throw(error)
+            except StopIteration as stop:
+                if cancelled is not None:
+                    raise cancelled from None
+                return stop.value  # type: ignore[no-any-return]
+            except Exception as raised:
+                if cancelled is not None:
+                    raise cancelled from raised
+                raise
+            value, error = None, None
+            if step is Mark.UNSTOPPABLE:
+                stoppable = False
+            elif cancelled is not None and stoppable:
+                error, stoppable = cancelled, False
+            elif step is Mark.TAKE_TURN and stoppable:
+                try:
+                    await self._ado(step)
+                except asyncio.CancelledError as raised:
+                    error = cancelled = raised
+                    stoppable = False
+            else:
+                done, stopped = await settled(self._ado(step))
+                cancelled = cancelled or stopped
+                error = asyncio.CancelledError() if done.cancelled() else done.exception()
+                value = done.result() if error is None else None
+
     def _do(self, step: Step) -> Any:
-        return getattr(self.inner, step.name)(*step.args, **step.kwargs) if isinstance(step, Inner) else step()
+        if isinstance(step, Inner):
+            return getattr(self.inner, step.name)(*step.args, **step.kwargs)
+        if not isinstance(step, Mark):
+            return step()
+        if step is Mark.TAKE_TURN:
+            turn = self._turns.join()
+            try:
+                turn.result()
+            except BaseException:
+                self._turns.leave(turn)
+                raise
+        return None
 
     async def _ado(self, step: Step) -> Any:
         if isinstance(step, Inner):
-            return await finished(getattr(self.inner, f"a{step.name}")(*step.args, **step.kwargs))
-        return await off_loop(step)
+            return await getattr(self.inner, f"a{step.name}")(*step.args, **step.kwargs)
+        if not isinstance(step, Mark):
+            return await off_loop(step)
+        turn = self._turns.join()
+        try:
+            return await asyncio.wrap_future(turn)
+        except BaseException:
+            self._turns.leave(turn)
+            raise
 
-    def adding_documents(self, documents: Sequence[Document], kwargs: dict[str, Any]) -> Steps[list[str]]:
+    def adding_documents(self, documents: Iterable[Document], kwargs: dict[str, Any]) -> Steps[list[str]]:
         """Add documents by the inner store's `add_documents`; `kwargs` are those of the call."""
-        documents = list(documents)
+        documents = copies(documents)
         names, given = names_of(documents, kwargs.pop("ids", None))
-        call = Inner("add_documents", (documents,), {**kwargs, "ids": names})
+        call = Inner("add_documents", (documents,), {**kwargs, "ids": list(names)})
         return (yield from self.adding(documents, names, given, call))
 
     def adding_texts(
         self,
-        texts: list[str],
-        metadatas: list[dict[str, Any]] | None,
-        ids: Sequence[str] | None,
+        texts: Iterable[str],
+        metadatas: Iterable[dict[str, Any]] | None,
+        ids: Iterable[str] | None,
         kwargs: dict[str, Any],
     ) -> Steps[list[str]]:
         """Add texts by the inner store's `add_texts`; `kwargs` are the further ones of the call."""
+        texts = list(texts)
+        metadatas = None if metadatas is None else [dict(metadata) for metadata in metadatas]
         documents = documents_of(texts, metadatas)
         names, given = names_of(documents, ids)
-        call = Inner("add_texts", (texts, metadatas), {**kwargs, "ids": names})
+        call = Inner("add_texts", (texts, metadatas), {**kwargs, "ids": list(names)})
         return (yield from self.adding(documents, names, given, call))
 
     def adding(
@@ -115,39 +187,50 @@ class Writer:
         if not documents:
             return []
         texts: list[str] = yield lambda: [self._warmer.render(document) for document in documents]
-        before = yield from self._held(given)
-        replaced = yield from self._texts(given)
         yield lambda: self._records.claim(texts)
-        touched, vectors = call is None, None
+        touched, vectors, our_turn = call is None, None, False
+        before: dict[str, Document] = {}
+        replaced: dict[str, str] = {}
         forgets = self._records.forgets
         try:
-            yield from self._warming(texts, show_progress=self._show_progress)
-            vectors = _vectors(self.inner) if call else None
-            touched = True
-            added: list[str] = names if call is None else (yield call)
-            repeated = {name for name, times in Counter(added).items() if times > 1}
-            # Only the inner store knows what it made of an id that was there, or came twice.
-            actual = (yield from self._texts(repeated | given.intersection(added))) if self._gives_back else {}
-            yield lambda: self._records.put_all(
-                (name, actual.get(name, text)) for name, text in zip(added, texts, strict=False)
-            )
-            if self._records.forgets != forgets:  # and what was not recorded yet may have gone with it
-                yield from self._warming(texts)
-        except BaseException as error:
-            if touched:
-                yield from self._undo(error, names, before, replaced, vectors)
-            raise
-        finally:
             try:
-                yield lambda: self._records.release(texts)
-            finally:  # also when it is cancelled here
-                yield from self._forgetting([*texts, *replaced.values()])
+                yield from self._warming(texts, show_progress=self._show_progress)
+                yield Mark.TAKE_TURN
+                our_turn = True
+                before = yield from self._held(given)
+                replaced = yield from self._texts(given, before)
+                vectors = vector_count(self.inner) if call else None
+                touched = True
+                answer: list[str] | None = (yield call) if call else names
+                added = list(names if answer is None else answer)
+                meant = dict(zip(names, texts, strict=True))
+                meant = {name: meant.get(name, text) for name, text in zip(added, texts, strict=False)}
+                # Only the inner store knows what it made of a text, and of an id that was there or came twice.
+                actual = (yield from self._texts(meant)) if self._gives_back and call else {}
+                yield lambda: self._records.put_all({**meant, **actual}.items())
+                others = list(set(actual.values()).difference(texts))
+                if self._records.forgets != forgets:  # and what was not recorded yet may have gone with it
+                    others += texts
+                yield from self._warming(others)
+            except BaseException as error:
+                yield Mark.UNSTOPPABLE
+                if touched:
+                    yield from self._undo(error, names, given, before, replaced, vectors)
+                raise
+            finally:
+                if our_turn:
+                    self._turns.end()
+        finally:
+            yield Mark.UNSTOPPABLE
+            yield lambda: self._records.release(texts)
+            yield from self._forgetting([*texts, *replaced.values()])
         return added
 
     def _undo(
         self,
         error: BaseException,
         names: list[str],
+        given: set[str],
         before: dict[str, Document],
         replaced: dict[str, str],
         vectors: int | None,
@@ -157,41 +240,62 @@ class Writer:
         Args:
             error: why.
             names: ids of the call.
+            given: those the caller chose.
             before: documents that had one of them, as far as the store gives documents back.
             replaced: their texts.
-            vectors: see `_vectors`.
+            vectors: see `vector_count`.
         """
         try:
-            yield lambda: _drop_vectors(self.inner, vectors)
+            yield lambda: drop_vectors(self.inner, vectors)
             now = yield from self._held(names)
-            added = [name for name in (now if self._gives_back else set(names)) if name not in {**before, **replaced}]
+            # Of a store that gives nothing back, nobody knows whether a given id was there before.
+            added = [name for name in now if name not in before] if self._gives_back else sorted({*names} - given)
             if added:
                 yield Inner("delete", (added,))
             changed = {name: document for name, document in before.items() if now.get(name) != document}
             if changed:
-                yield Inner("add_documents", (list(changed.values()),), {"ids": list(changed)})
+                yield Inner("add_documents", (copies(changed.values()),), {"ids": list(changed)})
+            if given and not self._gives_back:
+                error.add_note(
+                    f"the {type(self.inner).__name__} cannot say what it holds, so that documents of the failed call "
+                    f"with given ids were left as they are: {list(given)[:8]}"
+                )
             yield lambda: self._records.drop(names)
             yield lambda: self._records.put_all(replaced.items())
         except Exception as failure:
             error.add_note(f"the {type(self.inner).__name__} may hold a part of the failed call: {failure!r}")
 
-    def deleting(self, ids: Sequence[str] | None, kwargs: dict[str, Any]) -> Steps[bool | None]:
+    def deleting(self, ids: Iterable[str] | None, kwargs: dict[str, Any]) -> Steps[bool | None]:
         """Delete, then forget what is gone."""
-        named = ids
-        if named is None:
-            yield self._synchronise
-            named = yield self._records.ids
-        texts = yield from self._texts(named)
-        surely = False
+        ids = None if ids is None else list(ids)
+        gone: dict[str, str] = {}
+        yield Mark.TAKE_TURN
         try:
-            done: bool | None = yield Inner("delete", (ids,), kwargs)
-            surely = done is not False
-        finally:  # a store may have deleted some before it failed
-            left = yield from self._held(texts)
-            gone = {name: text for name, text in texts.items() if (name not in left if self._gives_back else surely)}
-            yield lambda: self._records.drop(gone)
+            yield Mark.UNSTOPPABLE
+            if ids is None:
+                yield self._synchronise
+            texts = yield from self._texts((yield self._records.ids) if ids is None else ids)
+            done, refused = False, False
+            unread: Exception | None = None
+            try:
+                answer: bool | None = yield Inner("delete", (None if ids is None else list(ids),), kwargs)
+                done, refused = answer is not False, answer is False
+            finally:  # a store may have deleted some before it failed
+                try:
+                    left = yield from self._held(texts)
+                except Exception as error:  # KV can be computed again, but must not outlive its document
+                    unread, left = error, {}
+                if unread is not None:
+                    gone = {} if refused else texts
+                else:
+                    gone = {n: text for n, text in texts.items() if (n not in left if self._gives_back else done)}
+                yield lambda: self._records.drop(gone)
+            if unread is not None:
+                raise unread
+        finally:
+            self._turns.end()
             yield from self._forgetting(list(gone.values()))
-        return done
+        return answer
 
     def warming_all(self) -> Steps[WarmReport]:
         """Warm all the inner store holds."""
@@ -203,7 +307,7 @@ class Writer:
                 count, texts = batch
                 report = add_reports(report, (yield from self._warming(texts)))
                 bar.update(count)
-        yield self._synchronise
+        yield from self._synchronising()
         return report  # type: ignore[no-any-return]
 
     def _warming(self, texts: Sequence[str], *, show_progress: bool = False) -> Steps[WarmReport]:
@@ -225,6 +329,9 @@ class Writer:
 
     def _forgetting(self, texts: list[str]) -> Steps[None]:
         """Forget texts no document has, then warm what may have gone with them."""
+        if not (yield lambda: self._records.unneeded(texts)):
+            return
+        yield from self._synchronising()
         concerned: set[str] = yield lambda: self._forget(texts)
         others = list((yield from self._texts(concerned)).values())
         if not others:
@@ -240,9 +347,6 @@ class Writer:
     def _forget(self, texts: list[str]) -> set[str]:
         """Forget texts nobody needs; returns ids of the documents whose KV may have gone with theirs."""
         records = self._records
-        if not records.unneeded(texts):
-            return set()
-        self._synchronise()
         with self._encoding, records.lock:  # or an add could find a text warm that is being forgotten
             unneeded = records.unneeded(texts)
             try:
@@ -251,6 +355,13 @@ class Writer:
                 return set()
             concerned = records.forgotten(unneeded)
         return concerned if dropped else set()
+
+    def _synchronising(self) -> Steps[None]:
+        yield Mark.TAKE_TURN
+        try:
+            yield self._synchronise
+        finally:
+            self._turns.end()
 
     def _synchronise(self) -> None:
         """Record what the inner store held before it was wrapped, or got by another way."""
@@ -268,18 +379,18 @@ class Writer:
         wanted = list(dict.fromkeys(names))
         if not wanted or not self._gives_back:
             return {}
-        found: list[Document] = yield Inner("get_by_ids", (wanted,))
+        found: list[Document] = yield Inner("get_by_ids", (list(wanted),))
         # Documents of FAISS stores that an older version wrote do not know their ids.
         names_found = wanted if len(found) == len(wanted) else [""] * len(found)
         return {document.id or name: document for name, document in zip(names_found, found, strict=True)}
 
-    def _texts(self, names: Iterable[str]) -> Steps[dict[str, str]]:
-        """Rendered texts of documents the inner store holds, by id."""
+    def _texts(self, names: Iterable[str], held: dict[str, Document] | None = None) -> Steps[dict[str, str]]:
+        """Rendered texts of documents the inner store holds, by id; `held` if they were read already."""
         wanted = list(names)
         if not self._gives_back:
             return (yield lambda: self._records.texts(wanted))  # type: ignore[no-any-return]
-        held = yield from self._held(wanted)
-        return (yield lambda: self._render_all(held))  # type: ignore[no-any-return]
+        documents = (yield from self._held(wanted)) if held is None else held
+        return (yield lambda: self._render_all(documents))  # type: ignore[no-any-return]
 
     def _render_all(self, documents: dict[str, Document]) -> dict[str, str]:
         texts = {}
@@ -287,51 +398,3 @@ class Writer:
             with suppress(PromptError):  # then it was never warmed either
                 texts[name] = self._warmer.render(document)
         return texts
-
-
-def _drive(steps: Steps[T], do: Callable[[Step], Any]) -> T:
-    """Run the steps; an error of a step is raised where the step was asked for."""
-    value: Any = None
-    error: BaseException | None = None
-    while True:
-        try:
-            step = steps.send(value) if error is None else steps.throw(error)
-        except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
-        try:
-            value, error = do(step), None
-        except BaseException as raised:
-            error = raised
-
-
-def documents_of(texts: list[str], metadatas: list[dict[str, Any]] | None) -> list[Document]:
-    """Texts and their metadata as documents."""
-    if metadatas and len(metadatas) != len(texts):
-        raise ValueError(f"{len(texts)} texts, but {len(metadatas)} metadatas; give one for each text")
-    return [
-        Document(page_content=text, metadata=metadata)
-        for text, metadata in zip(texts, metadatas or [{}] * len(texts), strict=True)
-    ]
-
-
-def names_of(documents: list[Document], ids: Sequence[str] | None) -> tuple[list[str], set[str]]:
-    """An id for each document, known before anything is stored; and which of them were given."""
-    if ids and len(ids) != len(documents):
-        raise ValueError(f"{len(documents)} documents, but {len(ids)} ids; give one for each document")
-    chosen = list(ids) if ids else [document.id for document in documents]
-    return [name or str(uuid.uuid4()) for name in chosen], {name for name in chosen if name}
-
-
-def _vectors(store: Any) -> int | None:
-    """Vectors of a FAISS store that has a document for each of them."""
-    count = getattr(getattr(store, "index", None), "ntotal", None)
-    return count if isinstance(count, int) and count == stored_count(store) else None
-
-
-def _drop_vectors(store: Any, count: int | None) -> None:
-    """Take vectors out again that FAISS added before it found their documents' ids taken.
-
-    Without a document they would make every search fail that finds them.
-    """
-    if count is not None and stored_count(store) == count < store.index.ntotal:
-        store.index.remove_ids(np.arange(count, store.index.ntotal))
