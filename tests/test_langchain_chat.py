@@ -14,6 +14,7 @@ import threading
 import time
 
 import pytest
+import torch
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
 from langchain_core.exceptions import ContextOverflowError as LangChainContextOverflowError
@@ -892,6 +893,26 @@ class TestResponseCache:
         finally:
             engine.recipe = before
         assert len(engine.asked) == 2
+
+    def test_weights_that_change_after_they_were_loaded(self, tmp_path):
+        model = new_model("llama")
+        model.save_pretrained(tmp_path)
+        tokenizer_of().save_pretrained(tmp_path)
+        chat = ChatKVBoost(
+            model=str(tmp_path),
+            max_tokens=3,
+            cache=InMemoryCache(),
+            engine_config=EngineConfig(fallback=False, calibration_dir=None),
+        )
+        unread = chat._get_llm_string()
+        loaded = chat.get_engine()
+        before = chat._get_llm_string()
+        with torch.no_grad():
+            for weight in loaded.model.parameters():
+                weight.mul_(-0.7)  # as an adapter does
+        assert len({unread, before, chat._get_llm_string()}) == 3
+        release_engines()
+        assert chat._get_llm_string() == unread
 
     def test_models_of_one_name(self):
         models = [new_model("llama", seed=seed) for seed in (0, 1)]

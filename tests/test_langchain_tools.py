@@ -397,13 +397,39 @@ class TestVoluntary:
             assert one.content == "Well."
             assert one.response_metadata["finish_reason"] == "stop"
         assert answer.invalid_tool_calls[0]["args"] == written
-        assert answer.invalid_tool_calls[0]["error"]
+        error = answer.invalid_tool_calls[0]["error"]
+        assert error
+        *_, last = bound.stream("q")
+        assert last.invalid_tool_calls[0]["error"] == error
+        for one in (answer, whole):  # LangChain has no place for it in merged pieces
+            assert one.response_metadata["invalid_tool_call_errors"] == [error]
         prompts = []
         for one in (answer, whole):  # what the model wrote is what it is shown again
             bound.invoke([HumanMessage("q"), one, HumanMessage("That was no call.")], max_tokens=1)
             prompts.append(engine.ids)
         assert prompts[0] == prompts[1]
         assert written in engine.text
+
+    @pytest.mark.parametrize("flag", ["strict", "parallel_tool_calls"])
+    @pytest.mark.parametrize("value", ["false", 0, 1])
+    def test_flags_are_bools(self, engine, flag, value):
+        chat = ChatKVBoost(engine=engine)
+        with pytest.raises(ConfigError, match=f"{flag} is {value!r}"):
+            chat.bind_tools([SWITCH], **{flag: value})
+        with pytest.raises(ConfigError, match=f"{flag} is {value!r}"):
+            chat.invoke("q", tools=[SWITCH], **{flag: value})
+
+    def test_strict_where_no_marker_tells_calls_from_text(self, plain):
+        plain.says = "Hello."
+        chat = ChatKVBoost(engine=plain, max_tokens=ROOMY)
+        with pytest.raises(ConfigError, match="'json' have no marker"):
+            chat.bind_tools([SWITCH], strict=True).invoke("q")
+        assert chat.bind_tools([SWITCH], parallel_tool_calls=False).invoke("q").content == "Hello."
+        assert chat.bind_tools([SWITCH], strict=True, tool_choice="any").invoke("q").tool_calls
+        assert chat.bind_tools([SWITCH], strict=True, tool_choice="none").invoke("q").content == "Hello."
+        # As an agent with a provider's structured output asks.
+        both = chat.bind_tools([SWITCH], strict=True, response_format=Sun).invoke("q")
+        assert both.tool_calls or Sun.model_validate_json(both.content)
 
     def test_a_call_is_begun_only_where_it_fits(self, engine):
         call = hermes(("switch", '{"on": true}'))
@@ -776,6 +802,61 @@ class Note(BaseModel):
 @functools.cache
 def small_engine():
     return recording(window=1024)
+
+
+class TestWhyItEnded:
+    """An answer that was brought to its end because the tokens ran out says so, and no other."""
+
+    LONG = tool_dict("note", "Take a note.", text={"type": "string"})
+
+    def ends(self, engine, runnable):
+        """Of an answer and of a streamed one."""
+        return {
+            one.response_metadata["finish_reason"] for one in (runnable.invoke("q"), merged(list(runnable.stream("q"))))
+        }
+
+    @pytest.mark.parametrize(("tokens", "reason"), [(70, "length"), (ROOMY, "tool_calls")])
+    def test_calls(self, engine, tokens, reason):
+        engine.says = hermes(("note", json.dumps({"text": "word " * 25})))
+        chat = ChatKVBoost(engine=engine, max_tokens=tokens)
+        assert self.ends(engine, chat.bind_tools([self.LONG], tool_choice="any")) == {reason}
+
+    @pytest.mark.parametrize(("tokens", "reason"), [(30, "length"), (ROOMY, "stop")])
+    def test_structured_output(self, engine, tokens, reason):
+        engine.says = json.dumps({"text": "word " * 25})
+        chat = ChatKVBoost(engine=engine, max_tokens=tokens)
+        schema = self.LONG["function"]["parameters"]
+        wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+        assert self.ends(engine, chat.bind(response_format=wanted)) == {reason}
+        raw = chat.with_structured_output(schema, include_raw=True).invoke("q")
+        assert raw["raw"].response_metadata["finish_reason"] == reason
+        assert raw["parsed"]["text"].startswith("word")
+
+    def test_a_call_of_its_own_will(self, engine):
+        engine.says = hermes(("note", '{"text": "word"}'))
+        chat = ChatKVBoost(engine=engine, max_tokens=ROOMY)
+        assert self.ends(engine, chat.bind_tools([self.LONG])) == {"tool_calls"}
+
+
+class TestAbsurdSchemas:
+    def test_deep_and_cyclic_ones_are_refused(self, engine):
+        deep = {"type": "string"}
+        for _ in range(3000):
+            deep = {"type": "array", "items": deep}
+        cyclic = {"type": "object", "properties": {}}
+        cyclic["properties"]["again"] = cyclic
+        chat = ChatKVBoost(engine=engine)
+        for schema in ({"type": "object", "properties": {"x": deep}}, cyclic):
+            with pytest.raises(ConfigError, match="levels deep"):
+                chat.invoke("q", response_format=schema)
+            with pytest.raises(ConfigError, match="levels deep"):
+                chat.bind_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+            with pytest.raises(ConfigError, match="levels deep"):
+                chat.with_structured_output({"title": "f", **schema})
+
+    def test_a_name_is_no_schema(self, engine):
+        with pytest.raises(ConfigError, match="'Order' is no schema"):
+            ChatKVBoost(engine=engine).with_structured_output("Order")
 
 
 class TestRoom:

@@ -237,3 +237,20 @@ def test_many_tools() -> None:
     for wrong in (tool("a"), "a", None):
         with pytest.raises(PromptError, match="give a list of tools"):
             canonical_tools(wrong)  # type: ignore[arg-type]
+
+
+def test_a_closed_object_that_would_be_open_stays_closed() -> None:
+    def made(schema: dict[str, Any]) -> Any:
+        function = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}
+        return canonical_tool({"type": "function", "function": function})["function"]["parameters"]["properties"]["a"]
+
+    closed = {"type": "object", "additionalProperties": False}
+    named = {"properties": {"b": {"type": "string"}}}
+    assert "additionalProperties" not in made({**closed, **named})
+    for schema in (
+        closed,
+        {**closed, "patternProperties": {"^x": {"type": "integer"}}},
+        {**closed, **named, "patternProperties": {"^x": {"type": "integer"}}},
+        {**closed, **named, "anyOf": [{"required": ["b"]}, {"properties": {"c": {"type": "string"}}}]},
+    ):
+        assert made(schema)["additionalProperties"] is False

@@ -9,8 +9,9 @@ key order and in what they add. What is decided here:
   Other keys inside ``function`` (``return`` of Hugging Face) are kept, sorted.
 - Inside schemas: a customary order of keys, then the rest sorted; ``properties`` and ``required`` sorted.
 - Left out of schemas, as they tell a model nothing: None values (but not ``const``), an empty ``required``,
-  ``additionalProperties: false``, ``$schema``, the title of the parameters, and titles made from the name they stand
-  under. ``additionalProperties`` that is true or a schema says that free keys are wanted, and stays.
+  ``$schema``, the title of the parameters, titles made from the name they stand under, and
+  ``additionalProperties: false`` beside ``properties``, where it is what is meant anyway. Beside ``patternProperties``
+  or alternatives, and where no property is named, it says something and stays; so does one that is true or a schema.
 - ``$ref`` and ``$defs`` stay. Order inside ``enum``, ``anyOf`` and other lists stays: it may be meant.
 """
 
@@ -32,6 +33,7 @@ _SCHEMA = frozenset(
 )
 _SCHEMAS_BY_NAME = frozenset("properties patternProperties $defs definitions dependentSchemas".split())
 _SCHEMA_LISTS = frozenset("anyOf oneOf allOf prefixItems items".split())
+_OPENING = frozenset("patternProperties anyOf oneOf allOf $ref".split())
 _NOISE = frozenset(("strict", "$schema"))
 _REMEDY = "give {'type': 'function', 'function': {'name': …, 'description': …, 'parameters': {…}}}"
 
@@ -119,10 +121,12 @@ def _schema(schema: Any, at: str, name: str | None) -> Any:
         return schema
     if not isinstance(schema, Mapping):
         raise PromptError(f"{at} is a {type(schema).__name__}; give a JSON schema, such as {{'type': 'string'}}")
+    # Elsewhere it forbids what would be free.
+    closed = "properties" in schema and not schema.keys() & _OPENING
     made = {}
     for key in sorted(map(str, schema), key=lambda key: (_RANK.get(key, len(_RANK)), key)):
         value = schema.get(key)
-        if not _says_nothing(key, value, name):
+        if not _says_nothing(key, value, name) and not (key == "additionalProperties" and closed and value is False):
             made[check_text(key, f"a key of {at}")] = _value(key, value, f"{at}.{key}")
     return made
 
@@ -132,7 +136,7 @@ def _says_nothing(key: str, value: Any, name: str | None) -> bool:
         return key != "const"
     if key == "title":
         return name is not None and isinstance(value, str) and _plain(value) == _plain(name)
-    return key in _NOISE or (key == "additionalProperties" and value is False) or (key == "required" and value == [])
+    return key in _NOISE or (key == "required" and value == [])
 
 
 def _plain(title: str) -> str:

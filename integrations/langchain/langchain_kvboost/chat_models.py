@@ -26,6 +26,7 @@ from .tools import (
     call_deltas,
     call_parser,
     calls_of,
+    check_flags,
     choice_of,
     describe,
     json_parser,
@@ -125,13 +126,16 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
             tool_choice: "auto", "none", "any", or the name of a tool that must be called. A forced call is always
                 valid, complete JSON that fits the tool's schema: decoding is constrained.
             parallel_tool_calls: whether an answer may hold several calls. By default a forced one holds one, and a
-                model that calls of its own will may make several. False is enforced where `strict` is.
-            strict: False lets the model write its voluntary calls unconstrained. Forced ones never are.
+                model that calls of its own will may make several. False is enforced where `strict` can be, and
+                elsewhere a wish only.
+            strict: False lets the model write its voluntary calls unconstrained. Forced ones never are. True raises
+                where the format ("llama3", "json") does not mark voluntary calls, so that nothing can be enforced.
             response_format: what an answer that is no call must be, as in `with_structured_output`.
             kwargs: see the class.
         """
         described = describe(tools)
         choice_of(tool_choice, described)  # raises here and not at the first question
+        check_flags(strict=strict, parallel_tool_calls=parallel_tool_calls)
         given = {
             "tool_choice": tool_choice,
             "parallel_tool_calls": parallel_tool_calls,
@@ -271,20 +275,27 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
         usage = bool(call.get("stream_usage", self.stream_usage))
         call = {name: value for name, value in call.items() if name not in _STEERING}
         asked = {name: call.pop(name) for name in _TOOL_FIELDS & call.keys()}
+        check_flags(**{name: asked.get(name) for name in ("strict", "parallel_tool_calls")})
         chat = self._of_model(call.pop("model", None))
         self._options(stop, call)  # unknown arguments raise before anything is prepared
         engine = chat.get_engine()
         tools = describe(asked.get("tools") or ())
-        turn = self._dialect(engine).turn(
+        dialect, choice = self._dialect(engine), choice_of(asked.get("tool_choice"), tools)
+        turn = dialect.turn(
             to_prompt(messages),
             tools=tools,
-            choice=choice_of(asked.get("tool_choice"), tools),
+            choice=choice,
             parallel=asked.get("parallel_tool_calls"),
             schema=schema_of_format(asked.get("response_format")),
             strict=asked.get("strict") is not False,
             max_tokens=call.get("max_tokens", self.max_tokens),
             window_tokens=engine.window_tokens,
         )
+        if asked.get("strict") and tools and choice != "none" and not turn.logits_processors:
+            raise ConfigError(
+                f"strict is True, but calls in the tool format {dialect.format.name!r} have no marker, so that "
+                "voluntary ones cannot be constrained; leave strict out, or force a call with tool_choice='any'"
+            )
         further: dict[str, Any] = {
             "logits_processors": turn.logits_processors,
             "skip_special_tokens": turn.skip_special_tokens,
@@ -317,7 +328,11 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
             invalid_tool_calls=invalid,
             usage_metadata=usage_metadata(generation),
             response_metadata=response_metadata(
-                generation, call.model_name, calls=bool(calls), hurried=call.turn.hurried
+                generation,
+                call.model_name,
+                calls=bool(calls),
+                hurried=call.turn.hurried,
+                errors=[bad["error"] for bad in invalid],
             ),
         )
         return ChatResult(generations=[ChatGeneration(message=message)])
@@ -358,9 +373,15 @@ class _Pieces:
             chunk_position="last",
             usage_metadata=usage_metadata(generation) if self._usage else None,
             response_metadata=response_metadata(
-                generation, self._model_name, calls=bool(reply.calls), hurried=self._turn.hurried
+                generation,
+                self._model_name,
+                calls=bool(reply.calls),
+                hurried=self._turn.hurried,
+                errors=[bad.error for bad in reply.invalid],
             ),
         )
+        for call, bad in zip(message.invalid_tool_calls, reply.invalid, strict=True):
+            call["error"] = bad.error  # pieces have no place for it
         return ChatGenerationChunk(message=message)
 
 

@@ -84,11 +84,20 @@ def usage_metadata(generation: Generation) -> UsageMetadata:
 
 
 def response_metadata(
-    generation: Generation, model_name: str, *, calls: bool = False, hurried: bool = False
+    generation: Generation,
+    model_name: str,
+    *,
+    calls: bool = False,
+    hurried: bool = False,
+    errors: Sequence[str | None] = (),
 ) -> dict[str, Any]:
-    """What `usage_metadata` has no place for: how tokens were reused, the time to the first one, why it ended."""
+    """What `usage_metadata` has no place for: how tokens were reused, the time to the first one, why it ended.
+
+    The errors of invalid calls are here too: LangChain drops them where it merges streamed pieces.
+    """
     usage = generation.usage
     return {
+        **({"invalid_tool_call_errors": list(errors)} if errors else {}),
         "model_name": model_name,
         "model_provider": "kvboost",
         "finish_reason": _finish_reason(generation, calls, hurried),

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, SkipValidation, mo
 
 from kvboost_rag import ConfigError, Engine, EngineConfig, SamplingParams
 
-from .engines import shared_engine
+from .engines import _engines, shared_engine
 
 Reuse: TypeAlias = Literal["off", "exact", "approximate"]
 
@@ -88,10 +88,24 @@ class EngineOptions(BaseModel):
         """The engine, loading the model if this is the first use."""
         if self.engine is not None:
             return self.engine
+        options = self._loading()
+        return shared_engine(str(self.model), self.engine_config, options=options, retries=self.max_retries)
+
+    def _loading(self) -> dict[str, Any]:
         options = dict(self.model_kwargs)
         if self.api_key is not None:
             options.setdefault("token", self.api_key.get_secret_value())
-        return shared_engine(str(self.model), self.engine_config, options=options, retries=self.max_retries)
+        return options
+
+    def _loaded(self) -> Engine | None:
+        """The engine, if it is there already."""
+        if self.engine is not None:
+            return self.engine
+        place = Path(str(self.model)).expanduser()
+        name = str(place.resolve()) if place.is_dir() else str(self.model)
+        key = (name, self.engine_config or EngineConfig(), repr(sorted(self._loading().items())))
+        engine = _engines.get(key)  # as `shared_engine` keeps them
+        return None if engine is None or engine.closed else engine
 
     def _options(
         self, stop: str | Sequence[str] | None, call: Mapping[str, Any], further: Mapping[str, Any] | None = None
@@ -118,14 +132,15 @@ class EngineOptions(BaseModel):
 
     def _identity(self) -> dict[str, Any]:
         """Everything that changes an answer: LangChain's response cache keys on this."""
-        config = self.engine.config if self.engine is not None else self.engine_config or EngineConfig()
+        engine = self._loaded()  # its weights may have changed since they were read, and its recipe is measured
+        config = self.engine_config or EngineConfig() if self.engine is None else self.engine.config
         return {
             "model": self._name_of_model(),
             # Names do not tell all models apart: an engine knows its weights, a folder its files.
-            "fingerprint": _files(str(self.model)) if self.engine is None else self.engine.fingerprint,
+            "fingerprint": _files(str(self.model)) if engine is None else engine.fingerprint,
             "model_kwargs": repr(sorted(self.model_kwargs.items())),
             "engine_config": repr(config),
-            "recipe": None if self.engine is None else repr(self.engine.recipe),
+            "recipe": None if engine is None else repr(engine.recipe),
             "stop_sequences": self.stop,
             "namespace": self.namespace,
             "reuse": self.reuse,

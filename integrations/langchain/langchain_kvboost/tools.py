@@ -51,6 +51,17 @@ def describe(tools: Sequence[ToolLike]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def check_flags(**flags: Any) -> None:
+    """Refuse what is neither a bool nor None: ``"false"`` would count as true.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    for name, value in flags.items():
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}; give True, False or None")
+
+
 def choice_of(tool_choice: Any, tools: Sequence[Mapping[str, Any]]) -> Choice:
     """A tool choice in any of the forms that chat models take: a word, a name, a bool, OpenAI's or Anthropic's dict.
 
@@ -140,7 +151,7 @@ def call_deltas(reply: Reply) -> list[ToolCallChunk]:
     """The calls of an answer as streamed pieces, whole: they are known when their JSON is complete.
 
     LangChain takes whatever can be completed to a JSON object for the arguments of a call that can be run, so the text
-    of an invalid call goes as a JSON string; `written` gives it back.
+    of an invalid call goes as a JSON string; `written` gives it back. What is wrong with it is in the metadata.
     """
     good = [(call.name, json.dumps(call.arguments, ensure_ascii=False), call.id) for call in reply.calls]
     bad = [(call.name, json.dumps(call.text, ensure_ascii=False), None) for call in reply.invalid]
