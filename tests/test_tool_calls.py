@@ -349,3 +349,21 @@ def test_time_is_linear(case: str, format: ToolFormat) -> None:
     begun = time.process_time()
     read(format, text, 1)
     assert time.process_time() - begun < 4  # less than one; a quadratic reader takes minutes
+
+
+@pytest.mark.parametrize(
+    ("format", "whole"),
+    [
+        (JSON, f"[{SEARCH}, {WEATHER}, {SEARCH}]"),
+        (HERMES, "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in (SEARCH, WEATHER, SEARCH))),
+        (LLAMA3, "; ".join(call.replace("arguments", "parameters") for call in (SEARCH, WEATHER, SEARCH))),
+        (MISTRAL, f"[TOOL_CALLS] [{SEARCH}, {WEATHER}, {SEARCH}]"),
+    ],
+    ids=lambda one: one.name if isinstance(one, ToolFormat) else "",
+)
+def test_a_third_call_that_is_cut_is_not_shown(format: ToolFormat, whole: str) -> None:
+    third = whole.rindex('{"name"')
+    for end in range(third, third + len('{"name": "search", "')):
+        reply = read(format, whole[:end], 1, 1000)
+        assert plain(reply)[1] == [Q, W]
+        assert end <= third + 1 or not reply.text, f"{whole[third:end]!r} leaves {reply.text!r}"

@@ -45,6 +45,7 @@ _RECOVERIES = 8  # unfinished calls of one answer behind which others are looked
 
 # Mistral v11 writes [TOOL_CALLS]name[CALL_ID]id[ARGS]{…}; Llama 3.1, asked so, <function=name>{…}</function>.
 _HEAD = re.compile(r"(?:<function=([\w.-]+)>|([\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?\s*(?:\[ARGS\])?)\s*")
+_NAMING = re.compile(r'\[?\{"(?:name|function)":?(?:"[^"]*"?)?')  # up to the name that the text ends in
 _SPACE = re.compile(r"\s*")
 _BETWEEN = re.compile(r"[\s,;]*")
 _REMAINS = re.compile(r"[\s,;}\]]*")
@@ -287,6 +288,8 @@ class ReplyReader:
         self._parts = []
         if not region.sure:
             found = self._parser.bare(text, first=region.first)
+            if found is None and self._calls and self._begins_a_call(text):
+                found = [InvalidCall(text, None, "the answer ended inside a call")]
         elif region.name:
             found = self._parser.named(text, region.name)
         else:
@@ -343,6 +346,8 @@ class ReplyReader:
     def _begins_a_call(self, text: str) -> bool:
         """Whether the text can only have become a further call."""
         compact = "".join(text.split())
+        if _NAMING.fullmatch(compact):
+            return True
         return len(compact) > 1 and any(compact in one.prefixes for one in (self._anywhere, _LINE))
 
     def _give(self, end: int) -> None:
