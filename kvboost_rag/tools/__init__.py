@@ -4,6 +4,7 @@ from .calls import InvalidCall, Reply, ReplyReader, ToolCall
 from .dialect import Choice, Dialect, Turn
 from .formats import FORMATS, ToolFormat
 from .schemas import canonical_tool, canonical_tools
+from .strict import check_size
 
 __all__ = [
     "FORMATS",
@@ -17,4 +18,5 @@ __all__ = [
     "Turn",
     "canonical_tool",
     "canonical_tools",
+    "check_size",
 ]

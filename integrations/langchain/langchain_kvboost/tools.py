@@ -26,8 +26,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, PydanticUserError, TypeAdapter
 
 from kvboost_rag import ConfigError
-from kvboost_rag.tools import Choice, Reply, canonical_tool
-from kvboost_rag.tools.strict import check_size
+from kvboost_rag.tools import Choice, Reply, canonical_tool, check_size
 
 ToolLike: TypeAlias = "Mapping[str, Any] | type | Callable[..., Any] | BaseTool | Runnable[Any, Any]"
 
