@@ -91,7 +91,8 @@ def test_a_second_turn_is_exact_over_the_first_answer(name: str) -> None:
 @every_family
 @pytest.mark.parametrize("selector", ["deviation", "query"])
 def test_repair_runs_for_every_family_and_beats_none(name: str, selector: str) -> None:
-    prompts = [prompt_of(DOCUMENTS[::-1], question=f"Which {word}?") for word in ("river", "stone", "garden", "letter")]
+    words = ("river", "stone", "garden", "letter", "winter", "copper", "signal", "harbor")
+    prompts = [prompt_of(order, question=f"Which {w}?") for w in words for order in (DOCUMENTS[::-1], DOCUMENTS[1:])]
     plain = engine_of(name, repair="none", store_prompts=False)
     repaired = engine_of(name, selector=selector, repair_ratio=0.3, store_prompts=False)
     error = dict.fromkeys(("none", "repaired"), 0.0)
