@@ -29,16 +29,21 @@ def shared_engine(
         retries: how often loading is tried again after an `OSError`, which is what a failing download raises.
     """
     options = options or {}
-    place = Path(model).expanduser()
-    name = str(place.resolve()) if place.is_dir() else model  # two spellings of one folder are one model
-    key = (name, config or EngineConfig(), repr(sorted(options.items())))
-    engine = _engines.get(key)
-    if engine is None or engine.closed:  # somebody else may have closed it
+    engine = loaded_engine(model, config, options=options)
+    if engine is None:
         with _lock:  # two threads that ask at once must not load the model twice
-            engine = _engines.get(key)
-            if engine is None or engine.closed:
-                engine = _engines[key] = _load(model, config, options, retries)
+            engine = loaded_engine(model, config, options=options)
+            if engine is None:
+                engine = _engines[_key(model, config, options)] = _load(model, config, options, retries)
     return engine
+
+
+def loaded_engine(
+    model: str, config: EngineConfig | None = None, *, options: Mapping[str, Any] | None = None
+) -> Engine | None:
+    """What `shared_engine` gives, if it need not load it."""
+    engine = _engines.get(_key(model, config, options or {}))
+    return None if engine is None or engine.closed else engine  # somebody else may have closed it
 
 
 def release_engines() -> None:
@@ -48,6 +53,12 @@ def release_engines() -> None:
         _engines.clear()
     for engine in engines:
         engine.close()
+
+
+def _key(model: str, config: EngineConfig | None, options: Mapping[str, Any]) -> _Key:
+    place = Path(model).expanduser()
+    name = str(place.resolve()) if place.is_dir() else model  # two spellings of one folder are one model
+    return name, config or EngineConfig(), repr(sorted(options.items()))
 
 
 def _load(model: str, config: EngineConfig | None, options: Mapping[str, Any], retries: int) -> Engine:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, SkipValidation, mo
 
 from kvboost_rag import ConfigError, Engine, EngineConfig, SamplingParams
 
-from .engines import _engines, shared_engine
+from .engines import loaded_engine, shared_engine
 
 Reuse: TypeAlias = Literal["off", "exact", "approximate"]
 
@@ -101,11 +101,7 @@ class EngineOptions(BaseModel):
         """The engine, if it is there already."""
         if self.engine is not None:
             return self.engine
-        place = Path(str(self.model)).expanduser()
-        name = str(place.resolve()) if place.is_dir() else str(self.model)
-        key = (name, self.engine_config or EngineConfig(), repr(sorted(self._loading().items())))
-        engine = _engines.get(key)  # as `shared_engine` keeps them
-        return None if engine is None or engine.closed else engine
+        return loaded_engine(str(self.model), self.engine_config, options=self._loading())
 
     def _options(
         self, stop: str | Sequence[str] | None, call: Mapping[str, Any], further: Mapping[str, Any] | None = None
