@@ -48,7 +48,7 @@ Detail = Literal["audio_input", "audio_output", "reasoning_output", "cache_read_
 
 # The 0.5B of Qwen2.5-Coder pass these by hand: the first as it is, the second when sampling (greedy, they go round).
 UNASKED = "135M parameters do not call a tool unasked"
-UNTOLD = "135M parameters do not write the keys that only the prompt asks for"
+UNTOLD = "small models, when greedy, repeat themselves before they write the keys that only the prompt asks for"
 
 
 class _SmallModel:
