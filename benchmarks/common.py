@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -55,6 +56,22 @@ def cpu_seconds(work: Callable[[], T]) -> tuple[float, T]:
     started = time.process_time()
     result = work()
     return time.process_time() - started, result
+
+
+def reused_in(engine: Engine, prefill: Any) -> tuple[str, Callable[[int, int], tuple[int, int]]]:
+    """The prompt's text, and a count of the tokens that lie in a stretch of it: those that were reused, and all."""
+    pieces = [engine.tokenizer.decode([token]) for token in prefill.token_ids]
+    starts = list(itertools.accumulate(map(len, pieces), initial=0))
+    reused = [False] * len(pieces)
+    for segment in prefill.plan.segments:
+        if segment.kind != "compute":
+            reused[segment.start : segment.end] = [True] * len(segment)
+
+    def count(begin: int, end: int) -> tuple[int, int]:
+        inside = [i for i in range(len(pieces)) if begin <= starts[i] and starts[i + 1] <= end]
+        return sum(reused[i] for i in inside), len(inside)
+
+    return "".join(pieces), count
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import cpu_seconds, default_model, load_engine, machine, markdown, percentile, write
+from common import cpu_seconds, default_model, load_engine, machine, markdown, percentile, reused_in, write
 from langchain_community.vectorstores import FAISS
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
@@ -141,22 +141,9 @@ def ask(
 
 def document_tokens(engine: Engine, prefill: Any, texts: Sequence[str]) -> tuple[int, int]:
     """How many tokens of the documents were reused, and how many there are."""
-    pieces = [engine.tokenizer.decode([token]) for token in prefill.token_ids]
-    text, starts = "", []
-    for piece in pieces:
-        starts.append(len(text))
-        text += piece
-    reused = [False] * len(pieces)
-    for segment in prefill.plan.segments:
-        if segment.kind != "compute":
-            reused[segment.start : segment.end] = [True] * len(segment)
-    covered = total = 0
-    for document in texts:
-        at = text.index(document)
-        inside = [i for i, start in enumerate(starts) if at <= start and start + len(pieces[i]) <= at + len(document)]
-        covered += sum(reused[i] for i in inside)
-        total += len(inside)
-    return covered, total
+    text, count = reused_in(engine, prefill)
+    counts = [count(at := text.index(document), at + len(document)) for document in texts]
+    return sum(covered for covered, _ in counts), sum(total for _, total in counts)
 
 
 def summary(asked: Sequence[dict[str, float]], k: int) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import cpu_seconds, default_model, load_engine, machine, markdown, write
+from common import cpu_seconds, default_model, load_engine, machine, markdown, reused_in, write
 
 from kvboost_rag import Engine
 from kvboost_rag.tools import Dialect, canonical_tool
@@ -153,24 +153,16 @@ def ask(
 
 def tool_tokens(engine: Engine, prefill: Any, tools: list[dict[str, Any]]) -> tuple[int, int]:
     """How many tokens of these tools were reused, and how many there are."""
-    pieces = [engine.tokenizer.decode([token]) for token in prefill.token_ids]
-    starts = [0]
-    for piece in pieces:
-        starts.append(starts[-1] + len(piece))
-    text = "".join(pieces)
-    reused = [False] * len(pieces)
-    for segment in prefill.plan.segments:
-        if segment.kind != "compute":
-            reused[segment.start : segment.end] = [True] * len(segment)
+    text, count = reused_in(engine, prefill)
     covered = total = 0
     for tool in tools:
         name = canonical_tool(tool)["function"]["name"]
         middle = text.index(f'"name": "{name}"')
         begin = text.rindex("\n", 0, middle) + 1
         end = text.index("\n", middle)
-        inside = [i for i in range(len(pieces)) if begin <= starts[i] and starts[i + 1] <= end]
-        covered += sum(reused[i] for i in inside)
-        total += len(inside)
+        found, there = count(begin, end)
+        covered += found
+        total += there
     return covered, total
 
 

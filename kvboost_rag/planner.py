@@ -151,5 +151,5 @@ def _continues(a: Segment, b: Segment, headers: Mapping[str, ChunkHeader]) -> bo
     first, second = headers[a.key], headers[b.key]
     if second.history is None or first.history is None:
         return a.key == b.key
-    mine = np.concatenate([first.history, first.tokens])[: b.start - b.delta]
-    return bool(np.array_equal(mine, np.concatenate([second.history, second.tokens])[: b.start - b.delta]))
+    before = b.start - b.delta
+    return bool(np.array_equal(first.seen[:before], second.seen[:before]))

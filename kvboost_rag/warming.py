@@ -176,12 +176,12 @@ class Warmer:
         # The first of a pack would see no neighbour, so something stands in front of it: the end of the document before
         # this pack, or of its last one. A single document has all of the one before it for company.
         before = todo[-1] if company is None else company
-        first, rest = (before if len(todo) == 1 else before[-LEAD_TOKENS:]), todo
-        growing = self._executor.grow(sum(len(ids) + len(self._separator) for ids in (context, first, *rest)))
+        first = before if len(todo) == 1 else before[-LEAD_TOKENS:]
+        growing = self._executor.grow(sum(len(ids) + len(self._separator) for ids in (context, first, *todo)))
         with running():
             growing.extend(np.concatenate([context, first]))
         self._remember(scope, todo[-1], packed)
-        for at, ids in enumerate(rest):
+        for at, ids in enumerate(todo):
             if self._known(scope, ids):
                 yield "warm", Stored()
                 continue
@@ -193,7 +193,7 @@ class Warmer:
                 if parted := self._partings[scope.namespace] != partings:
                     self._keeper.library.delete([header.key for header in headers])
             if parted:  # something in front of this document was forgotten meanwhile: the rest makes a new pack
-                yield from self._pack(scope, context, rest[at:], packed, running)
+                yield from self._pack(scope, context, todo[at:], packed, running)
                 return
             yield ("computed" if stored.chunks else "rejected"), stored
 
