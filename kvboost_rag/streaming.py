@@ -61,8 +61,10 @@ async def astream(feed: Feed, cancel: threading.Event) -> AsyncGenerator[Delta, 
     out: asyncio.Queue[_Item] = asyncio.Queue()
 
     def put(item: _Item) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop may be gone when a cancelled answer ends
+        try:
             loop.call_soon_threadsafe(out.put_nowait, item)
+        except RuntimeError:  # the loop is gone, and with it whoever read
+            cancel.set()
 
     work = _own_thread(lambda: _run(feed, put))
     try:
@@ -73,7 +75,8 @@ async def astream(feed: Feed, cancel: threading.Event) -> AsyncGenerator[Delta, 
                 return
     finally:
         cancel.set()
-        await asyncio.shield(work)
+        if not loop.is_closed():  # dropped after its loop, it cannot wait
+            await _ended(work)
 
 
 async def in_thread(work: Callable[[], Generation], cancel: threading.Event) -> Generation:
@@ -84,8 +87,23 @@ async def in_thread(work: Callable[[], Generation], cancel: threading.Event) -> 
     except asyncio.CancelledError:
         cancel.set()
         with contextlib.suppress(Exception):
-            await running
+            await _ended(running)
         raise
+
+
+async def _ended(work: asyncio.Future[T]) -> T:
+    """Wait for a thread that was told to stop, also when the waiting is cancelled: it still runs its last forward."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except BaseException:
+            break
+    if cancelled is not None:
+        raise cancelled
+    return work.result()
 
 
 def _own_thread(work: Callable[[], T]) -> asyncio.Future[T]:

@@ -17,6 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvboost_rag import ConfigError, Delta, Engine, Generation, SamplingParams
 from kvboost_rag.decode import Detokenizer, StopFilter
+from kvboost_rag.runner import holding
 from tests.tiny import (
     LIMIT,
     VOCAB,
@@ -487,6 +488,45 @@ def test_leaving_an_async_stream_stops_the_computation(engine: Engine) -> None:
 
     asyncio.run(read_one())
     assert script.steps < 300
+
+
+def test_leaving_an_async_stream_waits_for_its_thread_also_when_cancelled(engine: Engine) -> None:
+    here, go = threading.Event(), threading.Event()
+
+    def each(step: int) -> None:
+        if step == 3:
+            here.set()
+            assert go.wait(20)
+
+    async def scenario() -> None:
+        stream = engine.astream(PROMPT, sampling=saying(byte_ids("a" * 300), each))
+        await anext(stream)
+        assert await asyncio.to_thread(here.wait, 20)
+        closing = asyncio.create_task(stream.aclose())
+        await asyncio.sleep(0.05)
+        closing.cancel()
+        await asyncio.sleep(0.05)
+        assert not closing.done()  # the model is still inside a step
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+
+    with Forwards(engine.model) as forwards:
+        asyncio.run(scenario())
+        ran = len(forwards.rows)
+        time.sleep(0.1)
+        assert len(forwards.rows) == ran < 20
+
+
+def test_a_loop_that_is_gone_stops_the_computation(engine: Engine) -> None:
+    """A loop that is closed by hand finalises no generator: nobody reads, and nobody says so."""
+    script = Script(byte_ids("a"), each=lambda _: time.sleep(0.005))
+    stream = engine.astream(PROMPT, sampling=SamplingParams(max_tokens=400, logits_processors=(script,)))
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    with holding(engine._lock):  # the answer has ended
+        assert script.steps < 300
 
 
 @contextmanager

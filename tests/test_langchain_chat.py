@@ -723,7 +723,10 @@ class TestCancelling:
 
         with Forwards(engine.model) as forwards:
             asyncio.run(leave())
+            # LangChain leaves the inner stream to the loop, which may end before the forward that is under way.
+            assert self.ran_on(forwards) <= 1
             assert self.ran_on(forwards) == 0
+            assert len(forwards.rows) < LONG
 
     @pytest.mark.parametrize("form", ["ainvoke", "astream"])
     def test_cancelling_a_task(self, engine, form):
