@@ -16,6 +16,7 @@ Repair = Literal["none", "selective", "cacheblend"]
 SelectorName = Literal["auto", "deviation", "query"]
 Chunking = Literal["fixed", "semantic", "document"]
 Markers = Literal["text", "refuse"]
+Eviction = Literal["gdsf", "lru", "s3fifo", "importance"]
 
 PACK_SEPARATOR = "\n\n"  # between two documents of a pack: what most prompt templates put there
 LEAD_TOKENS = 64  # end of another document in front of a pack, so that its first document has seen something, too
@@ -49,6 +50,9 @@ class EngineConfig:
             in packs of about so many tokens, so that their KV has seen neighbours, as it will in a prompt; 0 encodes
             each alone.
         ram_budget_bytes: hard limit of stored KV in RAM, including what is being written.
+        eviction: which stored chunk leaves first when the budget is full: the one that saves the least seconds per
+            byte, weighed by its uses and how long ago they were ("gdsf"); the one used longest ago ("lru"); one that was
+            never used again ("s3fifo"); the one whose keys have the least norm ("importance", the KVBoost paper's).
         namespace: tenant used when a call names none.
         markers: what to do with special-token text inside message content: keep it as plain text, or refuse.
         fallback: use a full prefill when the cost model predicts it to be cheaper.
@@ -72,6 +76,7 @@ class EngineConfig:
     sink_tokens: int = 0
     pack_tokens: int = 1536
     ram_budget_bytes: int = 2 << 30
+    eviction: Eviction = "gdsf"
     namespace: str = "default"
     markers: Markers = "text"
     fallback: bool = True
@@ -85,6 +90,7 @@ class EngineConfig:
         _one_of("selector", self.selector, SelectorName)
         _one_of("chunking", self.chunking, Chunking)
         _one_of("markers", self.markers, Markers)
+        _one_of("eviction", self.eviction, Eviction)
         _in_range("repair_ratio", self.repair_ratio, 0.0, 1.0)
         _in_range("repair_least_tokens", self.repair_least_tokens, 0, 4096)
         _in_range("floor_tokens", self.floor_tokens, 0, 4096)

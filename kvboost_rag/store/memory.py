@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Generic
+from typing import Generic, cast
 
 import numpy as np
 
 from ..chunks import ChunkHeader, IntArray, Scope
-from .eviction import LRU, Entry, EvictionQueue, Policy
+from .eviction import LRU, Entry, EvictionQueue, Policy, Worth
 from .tier import KV, Chunk, StoreStats
 
 
@@ -56,16 +56,22 @@ class MemoryStore(Generic[KV]):
         budget_bytes: limit; 0 stores nothing.
         policy: which entry leaves first; a policy serves one store.
         on_evict: told of every chunk that leaves.
+        worth: what a chunk that is put is worth to the policy; asked once for each, without the store's lock.
     """
 
     def __init__(
-        self, budget_bytes: int, policy: Policy | None = None, on_evict: Callable[[ChunkHeader], None] | None = None
+        self,
+        budget_bytes: int,
+        policy: Policy | None = None,
+        on_evict: Callable[[ChunkHeader], None] | None = None,
+        worth: Callable[[Chunk[KV]], Worth] | None = None,
     ) -> None:
         if budget_bytes < 0:
             raise ValueError(f"budget_bytes is {budget_bytes}; it must be 0 or more")
         self._budget_bytes = budget_bytes
         self._policy = LRU() if policy is None else policy
         self._on_evict = on_evict
+        self._worth = worth
         self._lock = threading.RLock()
         self._slots: dict[str, _Slot[KV]] = {}
         self._queue: EvictionQueue[_Slot[KV]] = EvictionQueue(self._policy)
@@ -134,6 +140,7 @@ class MemoryStore(Generic[KV]):
             or if the key belongs to other tokens.
         """
         header, nbytes = chunk.header, chunk.nbytes
+        worth = Worth() if self._worth is None else self._worth(chunk)
         with self._lock:
             present = self._slots.get(header.key)
             if present is not None:
@@ -150,7 +157,7 @@ class MemoryStore(Generic[KV]):
             if reservation is not None:
                 reservation._left_bytes -= reserved
                 self._reserved_bytes -= reserved
-            slot = _Slot(nbytes=nbytes, created=self._now, chunk=chunk)
+            slot = _Slot(nbytes=nbytes, created=self._now, name=header.key, worth=worth, chunk=chunk)
             self._slots[header.key] = slot
             self._stored_bytes += nbytes
             self._queue.push(self._use(slot))
@@ -178,7 +185,7 @@ class MemoryStore(Generic[KV]):
         with self._lock:
             slot = self._slots.get(key)
             if slot is not None:
-                self._remove(key, slot)
+                self._remove(slot, evicted=False)
             return slot is not None
 
     def clear(self, scope: Scope | None = None) -> int:
@@ -198,15 +205,15 @@ class MemoryStore(Generic[KV]):
                 return False
             if slot.pins == 0 and slot.chunk is not None:
                 self._evictions += 1
-                self._policy.evicted(slot)
-                self._remove(slot.chunk.header.key, slot)
+                self._remove(slot, evicted=True)
         return True
 
     def _use(self, slot: _Slot[KV]) -> _Slot[KV]:
         self._now += 1
         slot.last_used = self._now
         slot.uses += 1
-        self._policy.touch(slot, self._now)
+        for fell in self._policy.touch(slot, self._now):
+            self._queue.lower(cast("_Slot[KV]", fell))
         return slot
 
     def _hold(self, slot: _Slot[KV]) -> _Slot[KV]:
@@ -225,9 +232,10 @@ class MemoryStore(Generic[KV]):
         else:
             self._queue.push(slot)
 
-    def _remove(self, key: str, slot: _Slot[KV]) -> None:
-        del self._slots[key]
+    def _remove(self, slot: _Slot[KV], *, evicted: bool) -> None:
+        del self._slots[slot.name]
         self._queue.drop(slot)
+        self._policy.left(slot, evicted=evicted)
         chunk, slot.chunk = slot.chunk, None
         if slot.pins == 0:
             self._stored_bytes -= slot.nbytes
