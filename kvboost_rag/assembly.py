@@ -18,6 +18,7 @@ from .prompts import PromptEncoder
 from .runner import ModelRunner
 from .selfcheck import SelfCheck, check_full_pass, self_check
 from .serving import Serving
+from .store import KVShape, codec_of
 from .warming import Warmer
 
 
@@ -62,7 +63,9 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
         library,
         None if tokenizer is None else BreakFinder(encoder.piece),
         config,
-        token_bytes=spec.layers * spec.kv_heads * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize,
+        codec=codec_of("plain"),
+        shape=KVShape(spec.layers, spec.kv_heads, spec.head_dim, spec.value_dim, spec.dtype),
+        rope=rope,
         window_tokens=spec.window_tokens,
     )
     separator = as_ids([]) if tokenizer is None else encoder.encode_text(PACK_SEPARATOR)

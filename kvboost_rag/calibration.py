@@ -213,7 +213,7 @@ def _move_seconds(runner: ModelRunner, rope: Rope) -> float:
     run, target = kv.take(0, LONG_ROWS), runner.new_kv(LONG_ROWS, LONG_ROWS)
 
     def once() -> None:
-        target.place(run, 0, offset=0, length=LONG_ROWS, delta=7, rope=rope)
+        run.place(target, 0, offset=0, length=LONG_ROWS, delta=7, rope=rope)
 
     return _best_of(once, runner.spec.device) / LONG_ROWS
 

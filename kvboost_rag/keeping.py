@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from .chunking import BreakFinder, Tiles, cuts, prompt_cuts
 from .chunks import ChunkHeader, IntArray, Origin, Scope, as_ids
 from .config import ANCHOR_TOKENS, EngineConfig
-from .kv import RequestKV
+from .kv import RequestKV, StoredRun
 from .library import Library
+from .rope import Rope
+from .store import Codec, KVShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,9 @@ class Keeper:
         library: takes the chunks.
         breaks: finds sentence and paragraph ends.
         config: chunking.
-        token_bytes: bytes of KV per token.
+        codec: the form that KV is stored in.
+        shape: of the model's KV.
+        rope: rotation of the model's keys; None where they stay as they are.
         window_tokens: most tokens one pass may hold.
     """
 
@@ -38,12 +43,15 @@ class Keeper:
         breaks: BreakFinder | None,
         config: EngineConfig,
         *,
-        token_bytes: int,
+        codec: Codec,
+        shape: KVShape,
+        rope: Rope | None,
         window_tokens: int,
     ) -> None:
         self.library = library
         self._breaks, self._config = breaks, config
-        self._token_bytes, self._window = token_bytes, window_tokens
+        self._codec, self._shape, self._rope = codec, shape, rope
+        self._window = window_tokens
 
     def document_tiles(self, ids: IntArray, max_tokens: int) -> Tiles:
         """Where a document is cut."""
@@ -59,9 +67,8 @@ class Keeper:
         """Copy chunks out of a request's cache, as far as the budget lets them in."""
         chunks = tokens = stored_bytes = 0
         for header in headers:
-            size = len(header) * self._token_bytes
-            start, end = header.base, header.base + len(header)
-            if self.library.keep(header, size, lambda s=start, e=end: kv.take(s, e)) == "kept":  # type: ignore[misc]
+            size = self._codec.nbytes(self._shape, len(header))
+            if self.library.keep(header, size, partial(self._encoded, header, kv)) == "kept":
                 chunks, tokens, stored_bytes = chunks + 1, tokens + len(header), stored_bytes + size
         return Stored(chunks, tokens, stored_bytes)
 
@@ -94,9 +101,12 @@ class Keeper:
     def keep_served(self, scope: Scope, ids: IntArray, kv: RequestKV, *, prompt_tokens: int) -> ChunkHeader:
         """Store a whole prompt of so many tokens, and its answer so far, with the KV that served it."""
         header = header_of(scope, as_ids(ids), 0, len(ids), "served", exact=False)
-        size = len(header) * self._token_bytes
-        self.library.keep_served(header, size, lambda: kv.take(0, len(header)), prompt_tokens=prompt_tokens)
+        size = self._codec.nbytes(self._shape, len(header))
+        self.library.keep_served(header, size, partial(self._encoded, header, kv), prompt_tokens=prompt_tokens)
         return header
+
+    def _encoded(self, header: ChunkHeader, kv: RequestKV) -> StoredRun:
+        return self._codec.encode(kv, header.base, header.base + len(header), self._rope)
 
     def _prompt_tiles(self, ids: IntArray) -> Tiles:
         return prompt_cuts(

@@ -1,9 +1,10 @@
-"""KV tensors: a stored run, and the one preallocated cache that a request computes in."""
+"""KV tensors: stored runs, and the one preallocated cache that a request computes in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -21,12 +22,50 @@ class Cancelled(Exception):
 GROW_TOKENS = 256
 
 
+class StoredRun(Protocol):
+    """KV of a run of tokens in the form in which the store holds it. Immutable, shared between readers.
+
+    Its tensors may lie in read-only memory, such as a mapped file: nothing writes to them, and nothing but `place`
+    reads more of them than their shapes.
+    """
+
+    @property
+    def codec(self) -> str:
+        """Name of the codec that made it and can load it again, see `store.codec_of`."""
+        ...
+
+    @property
+    def tokens(self) -> int:
+        """Length of the run."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name; with `metadata`, everything that the codec needs to load the run again."""
+        ...
+
+    def metadata(self) -> dict[str, Any]:
+        """Small values for the codec, fit for JSON."""
+        ...
+
+    def place(self, into: RequestKV, at: int, *, offset: int, length: int, delta: int, rope: Rope | None) -> None:
+        """Write ``length`` tokens from ``offset`` to slots ``[at, at + length)``, keys moved by ``delta`` positions.
+
+        Slots are positions: token ``offset`` was encoded at position ``at - delta``. Without ``rope`` nothing moves.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KVRun:
-    """Keys and values of a run of tokens, detached from any request.
+    """Keys and values as the model produced them: the `StoredRun` that loses nothing.
 
     Attributes:
-        keys: ``(layers, kv_heads, seq, head_dim)``, as the model produced them, rotated for their base position.
+        keys: ``(layers, kv_heads, seq, head_dim)``, rotated for their base position.
         values: ``(layers, kv_heads, seq, value_dim)``.
     """
 
@@ -34,9 +73,37 @@ class KVRun:
     values: torch.Tensor
 
     @property
+    def codec(self) -> str:
+        """Always "plain"."""
+        return "plain"
+
+    @property
+    def tokens(self) -> int:
+        """Length of the run."""
+        return self.keys.shape[2]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of both tensors."""
         return self.keys.nbytes + self.values.nbytes
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Both tensors."""
+        return {"keys": self.keys, "values": self.values}
+
+    def metadata(self) -> dict[str, Any]:
+        """Nothing: the tensors say it all."""
+        return {}
+
+    def place(self, into: RequestKV, at: int, *, offset: int, length: int, delta: int, rope: Rope | None) -> None:
+        """Copy ``length`` tokens from ``offset`` to slot ``at``, keys moved by ``delta`` positions."""
+        keys = self.keys[:, :, offset : offset + length]
+        target = into.keys[:, :, at : at + length]
+        if delta == 0 or rope is None:
+            target.copy_(keys)
+        else:
+            rope.move(keys.to(target.device), delta, target)
+        into.values[:, :, at : at + length].copy_(self.values[:, :, offset : offset + length])
 
 
 WriteHook = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -87,16 +154,6 @@ class RequestKV:
     def nbytes(self) -> int:
         """Bytes held."""
         return self.keys.nbytes + self.values.nbytes
-
-    def place(self, run: KVRun, at: int, *, offset: int, length: int, delta: int, rope: Rope | None) -> None:
-        """Copy ``length`` tokens of ``run`` from ``offset`` to slot ``at``, keys moved by ``delta`` positions."""
-        keys = run.keys[:, :, offset : offset + length]
-        target = self.keys[:, :, at : at + length]
-        if delta == 0 or rope is None:
-            target.copy_(keys)
-        else:
-            rope.move(keys, delta, target)
-        self.values[:, :, at : at + length].copy_(run.values[:, :, offset : offset + length])
 
     def clear(self, start: int, end: int) -> None:
         """Write zeros over whatever the memory of slots ``[start, end)`` held before."""

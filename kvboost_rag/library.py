@@ -12,7 +12,7 @@ from typing import Literal
 from .chunks import ChunkHeader, Hit, IntArray, Scope
 from .config import ANCHOR_TOKENS
 from .index import ChunkIndex
-from .kv import KVRun
+from .kv import StoredRun
 from .store import Chunk, MemoryStore, StoreStats
 
 Kept = Literal["kept", "present", "refused"]
@@ -52,7 +52,7 @@ class Library:
         self._served: OrderedDict[str, int] = OrderedDict()  # bytes by key, the one used longest ago first
         self._lock = threading.Lock()
         self._index = ChunkIndex()
-        self._store: MemoryStore[KVRun] = MemoryStore(budget_bytes, on_evict=self._left)
+        self._store: MemoryStore[StoredRun] = MemoryStore(budget_bytes, on_evict=self._left)
 
     def match(self, scope: Scope, ids: IntArray, *, approximate: bool) -> Match:
         """Find what is stored of ``ids``."""
@@ -74,7 +74,9 @@ class Library:
             self._served.move_to_end(hit.key)
         return Hit(start, hit.end - start, hit.key, start)
 
-    def keep_served(self, header: ChunkHeader, kv_bytes: int, take: Callable[[], KVRun], *, prompt_tokens: int) -> None:
+    def keep_served(
+        self, header: ChunkHeader, kv_bytes: int, take: Callable[[], StoredRun], *, prompt_tokens: int
+    ) -> None:
         """Store a prompt as it was served, in place of the same prompt with another answer and of what it continues."""
         if kv_bytes > self._served_bytes:
             return
@@ -104,7 +106,7 @@ class Library:
         self.delete(keys)
 
     @contextmanager
-    def pin(self, keys: Sequence[str]) -> Iterator[dict[str, KVRun] | None]:
+    def pin(self, keys: Sequence[str]) -> Iterator[dict[str, StoredRun] | None]:
         """KV of all ``keys``, held until the block is left; None if any of them is gone by now."""
         with self._store.pin(keys) as chunks:
             missing = [key for key, chunk in zip(keys, chunks, strict=True) if chunk is None]
@@ -112,7 +114,7 @@ class Library:
                 self._discard(key)
             yield None if missing else {c.header.key: c.kv for c in chunks if c is not None}
 
-    def keep(self, header: ChunkHeader, kv_bytes: int, take: Callable[[], KVRun]) -> Kept:
+    def keep(self, header: ChunkHeader, kv_bytes: int, take: Callable[[], StoredRun]) -> Kept:
         """Store a chunk; room is made before ``take`` copies anything."""
         if header.key in self._store:
             return "present"

@@ -13,7 +13,7 @@ import torch
 
 from .chunks import IntArray, as_ids
 from .hf import cache_over
-from .kv import KVRun, RequestKV
+from .kv import RequestKV, StoredRun
 from .passes import AttentionProbe
 from .planner import Plan
 from .repair import Positions, Recipe, Scores, choose, floor_positions
@@ -57,7 +57,7 @@ class Executor:
         self,
         ids: IntArray,
         plan: Plan,
-        chunks: Mapping[str, KVRun],
+        chunks: Mapping[str, StoredRun],
         recipe: Recipe,
         *,
         room: int = 0,
@@ -118,7 +118,7 @@ class _Request:
             [np.empty(0, np.int64), *[np.arange(s.start, s.end) for s in plan.segments if s.kind == "compute"]]
         )
 
-    def run(self, chunks: Mapping[str, KVRun], room: int, cancelled: Callable[[], bool] | None) -> Executed:
+    def run(self, chunks: Mapping[str, StoredRun], room: int, cancelled: Callable[[], bool] | None) -> Executed:
         started = time.perf_counter()
         n = self.plan.prompt_tokens
         self.kv = self.runner.new_kv(n, n + room)
@@ -126,8 +126,8 @@ class _Request:
         self.cache = cache_over(self.kv)
         for segment in self.plan.segments:
             if segment.key is not None:
-                self.kv.place(
-                    chunks[segment.key],
+                chunks[segment.key].place(
+                    self.kv,
                     segment.start,
                     offset=segment.offset,
                     length=len(segment),

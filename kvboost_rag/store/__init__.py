@@ -1,7 +1,20 @@
 """Where chunks live: tiers behind one small interface."""
 
+from .codec import Codec, KVShape, codec_of
 from .eviction import LRU, Entry, Policy
 from .memory import MemoryStore, Reservation
 from .tier import Chunk, StoreStats, Tier
 
-__all__ = ["LRU", "Chunk", "Entry", "MemoryStore", "Policy", "Reservation", "StoreStats", "Tier"]
+__all__ = [
+    "LRU",
+    "Chunk",
+    "Codec",
+    "Entry",
+    "KVShape",
+    "MemoryStore",
+    "Policy",
+    "Reservation",
+    "StoreStats",
+    "Tier",
+    "codec_of",
+]
