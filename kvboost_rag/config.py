@@ -51,8 +51,9 @@ class EngineConfig:
             each alone.
         ram_budget_bytes: hard limit of stored KV in RAM, including what is being written.
         eviction: which stored chunk leaves first when the budget is full: the one that saves the least seconds per
-            byte, weighed by its uses and how long ago they were ("gdsf"); the one used longest ago ("lru"); one that was
-            never used again ("s3fifo"); the one whose keys have the least norm ("importance", the KVBoost paper's).
+            byte, weighed by its uses and how long ago they were ("gdsf"); the one used longest ago ("lru"); one that
+            was never used again ("s3fifo"); the one whose keys have the least norm ("importance", of the KVBoost
+            paper).
         namespace: tenant used when a call names none.
         markers: what to do with special-token text inside message content: keep it as plain text, or refuse.
         fallback: use a full prefill when the cost model predicts it to be cheaper.
