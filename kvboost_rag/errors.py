@@ -5,6 +5,8 @@
     ├── PromptError            a prompt, document or message that cannot be run
     │   └── ContextOverflowError   prompt (plus answer) longer than the model's window
     ├── UnsupportedModelError  the model cannot be served in the asked mode
+    ├── TraceError             a trace that cannot be written, read or replayed
+    ├── StoreError             a folder of stored KV that cannot be used as it is
     ├── RequestTimeoutError    no answer within the time that was asked for
     └── EngineClosedError      the engine was closed
 
@@ -63,6 +65,14 @@ class UnsupportedModelError(KVBoostError):
     def __init__(self, message: str, *, layer: int | None = None) -> None:
         self.layer = layer
         super().__init__(message)
+
+
+class TraceError(KVBoostError, ValueError):
+    """A trace cannot be written, read or replayed."""
+
+
+class StoreError(KVBoostError):
+    """A folder of stored KV cannot be used as it is: no store, damaged, of a newer version, or read-only."""
 
 
 class RequestTimeoutError(KVBoostError, TimeoutError):
