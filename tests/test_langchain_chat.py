@@ -44,7 +44,8 @@ from kvboost_rag import (
     RequestTimeoutError,
     SamplingParams,
 )
-from langchain_kvboost import ChatKVBoost, PromptOverflowError, engines, release_engines, shared_engine
+from kvboost_rag.frameworks import engines
+from langchain_kvboost import ChatKVBoost, PromptOverflowError, release_engines, shared_engine
 from tests.chat_tokenizers import MAKERS
 from tests.recording import recording
 from tests.tiny import Forwards, engine_of, model_of, new_model, text, tokenizer_of

@@ -14,7 +14,8 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import PromptTemplate
 
 from kvboost_rag import ConfigError, EngineConfig, RequestTimeoutError, SamplingParams
-from langchain_kvboost import KVBoostLLM, PromptOverflowError, engines
+from kvboost_rag.frameworks import engines
+from langchain_kvboost import KVBoostLLM, PromptOverflowError
 from tests.recording import recording
 from tests.tiny import Forwards, model_of, new_model, text, tokenizer_of
 

@@ -17,7 +17,8 @@ from langchain_core.runnables import RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from kvboost_rag import Engine, EngineConfig
-from langchain_kvboost.ordering import NAMESPACES, PrefixOrderCompressor
+from kvboost_rag.frameworks.ordering import NAMESPACES
+from langchain_kvboost.ordering import PrefixOrderCompressor
 from tests.tiny import engine_of, prompt_of, text
 
 
@@ -103,11 +104,11 @@ class TestMemory:
         for names in ("abc", "def", "ghi"):
             ordering.order(named(names))
         assert letters(ordering.order(named("zcab"))) == "bacz"  # the oldest is no more
-        orders = ordering._memory._spaces[None]
+        orders = ordering._orders._spaces[None]
         assert len(orders._orders) == 2
         for n in range(NAMESPACES + 5):
             ordering.order(named("ab"), f"n{n}")
-        assert len(ordering._memory._spaces) == NAMESPACES
+        assert len(ordering._orders._spaces) == NAMESPACES
         with pytest.raises(ValueError, match="max_orders"):
             PrefixOrderCompressor(max_orders=0)
 

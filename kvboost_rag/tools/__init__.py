@@ -1,13 +1,15 @@
 """Tool calls of local models, for every integration: descriptions, formats, parsing, constrained decoding."""
 
 from .calls import InvalidCall, Reply, ReplyReader, ToolCall
-from .dialect import Choice, Dialect, Turn
+from .choices import Choice, check_flags, choice_of, schema_in
+from .dialect import AnswerReader, Dialect, Turn
 from .formats import FORMATS, ToolFormat
 from .schemas import canonical_tool, canonical_tools
 from .strict import check_size
 
 __all__ = [
     "FORMATS",
+    "AnswerReader",
     "Choice",
     "Dialect",
     "InvalidCall",
@@ -18,5 +20,8 @@ __all__ = [
     "Turn",
     "canonical_tool",
     "canonical_tools",
+    "check_flags",
     "check_size",
+    "choice_of",
+    "schema_in",
 ]

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from ..errors import ConfigError, ContextOverflowError, PromptError
 from .calls import Reply, ReplyReader
+from .choices import Choice
 from .constraint import Constraint, constraint_for
 from .formats import JSON, ToolFormat, detect, of_name
 from .grammar import (
@@ -26,7 +27,6 @@ from .schemas import canonical_tools
 from .strict import check_size
 
 Message: TypeAlias = dict[str, Any]
-Choice: TypeAlias = Literal["auto", "none", "any"] | tuple[str, ...]  # names: one of these must be called
 
 _NONE: Choice = "none"
 _THINKING = "<think>"  # some templates open it for the model

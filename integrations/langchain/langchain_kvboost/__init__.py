@@ -1,10 +1,10 @@
 """LangChain integration of kvboost-rag."""
 
 from kvboost_rag import RequestTimeoutError
+from kvboost_rag.frameworks import release_engines, shared_engine
 
 from .chat_models import ChatKVBoost
 from .documents import awarm_documents, stored_documents, warm_documents
-from .engines import release_engines, shared_engine
 from .errors import PromptOverflowError
 from .llms import KVBoostLLM
 from .ordering import PrefixOrderCompressor

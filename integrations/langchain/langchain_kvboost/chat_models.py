@@ -12,22 +12,21 @@ from langchain_core.language_models import BaseChatModel, LanguageModelInput, Mo
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable, run_in_executor
+from langchain_core.runnables import Runnable
 from pydantic import BaseModel
 
-from kvboost_rag import ConfigError, Engine, Generation, WarmReport
-from kvboost_rag.tools import Dialect, Reply, Turn
+from kvboost_rag import ConfigError, Delta, Generation, WarmReport
+from kvboost_rag.frameworks import Asked, ReplyPieces, ask, off_loop, warm_tools
+from kvboost_rag.tools import Dialect, check_flags, choice_of
 
 from .errors import translated
 from .messages import response_metadata, to_prompt, usage_metadata
-from .options import STRICT, EngineOptions
+from .options import STRICT, LangChainOptions
 from .tools import (
     ToolLike,
     call_deltas,
     call_parser,
     calls_of,
-    check_flags,
-    choice_of,
     describe,
     json_parser,
     schema_of,
@@ -42,7 +41,7 @@ _TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "strict
 _STEERING = frozenset({"stream", "ls_structured_output_format", "stream_usage"})  # no engine has to know
 
 
-class ChatKVBoost(EngineOptions, BaseChatModel):
+class ChatKVBoost(LangChainOptions, BaseChatModel):
     """Chat with a local Hugging Face model; documents and tools that were read before are not read again.
 
     Example:
@@ -77,7 +76,7 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
         stops = self._sampling(stop, {}).stop
         params = super()._get_ls_params(stop=list(stops) or None, **kwargs)
         params["ls_provider"] = "kvboost"
-        params.setdefault("ls_model_name", self._name_of_model())
+        params.setdefault("ls_model_name", self.name_of_model())
         return params
 
     def _resolve_model_profile(self) -> ModelProfile | None:
@@ -106,7 +105,9 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[ToolLike] | None = None) -> int:
         """Tokens of a conversation as it will run, tool descriptions and the chat template's own included."""
         engine = self.get_engine()
-        turn = self._dialect(engine).turn(to_prompt(messages), tools=describe(tools or ()), max_tokens=self.max_tokens)
+        turn = Dialect(engine.model, engine.tokenizer, self.tool_format).turn(
+            to_prompt(messages), tools=describe(tools or ()), max_tokens=self.max_tokens
+        )
         return len(engine.tokenize(turn.messages, tools=turn.tools))
 
     def bind_tools(
@@ -194,16 +195,8 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
             ConfigError: without a system prompt, where only exact hits are used: there would be none.
             PromptError: the chat template does not render tools one behind the other.
         """
-        engine = self.get_engine()
-        dialect, described = self._dialect(engine), describe(tools)
-        tenant = self.namespace if namespace is None else namespace
-        if system is None:
-            if "exact" in (self.reuse, engine.config.reuse):
-                raise ConfigError("reuse is 'exact', which finds tools behind the same beginning only; give system=")
-            return engine.warm(dialect.tool_texts(described), namespace=tenant)
         with translated():
-            before, text = dialect.tool_prefix(described, system)
-            return engine.warm([text], context=before, namespace=tenant)
+            return warm_tools(self, describe(tools), format=self.tool_format, system=system, namespace=namespace)
 
     def _generate(
         self,
@@ -214,7 +207,7 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
     ) -> ChatResult:
         with translated():
             call = self._call(messages, stop, kwargs)
-            generation = call.engine.generate(call.turn.messages, **call.options)
+            generation = call.asked.generate()
         return self._result(call, generation)
 
     async def _agenerate(
@@ -226,7 +219,7 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
     ) -> ChatResult:
         with translated():
             call = await self._acall(messages, stop, kwargs)
-            generation = await call.engine.agenerate(call.turn.messages, **call.options)
+            generation = await call.asked.agenerate()
         return self._result(call, generation)
 
     def _stream(
@@ -240,9 +233,9 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
             call = self._call(messages, stop, kwargs)
             pieces = _Pieces(call)
             # Closing stops the computation when the consumer stops reading.
-            with closing(call.engine.stream(call.turn.messages, **call.options)) as deltas:
+            with closing(call.asked.stream()) as deltas:
                 for delta in deltas:
-                    if piece := pieces.piece(delta.text, delta.generation):
+                    if piece := pieces.piece(delta):
                         if run_manager:
                             run_manager.on_llm_new_token(piece.text, chunk=piece)
                         yield piece
@@ -257,58 +250,40 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
         with translated():
             call = await self._acall(messages, stop, kwargs)
             pieces = _Pieces(call)
-            async with aclosing(call.engine.astream(call.turn.messages, **call.options)) as deltas:
+            async with aclosing(call.asked.astream()) as deltas:
                 async for delta in deltas:
-                    if piece := pieces.piece(delta.text, delta.generation):
+                    if piece := pieces.piece(delta):
                         if run_manager:
                             await run_manager.on_llm_new_token(piece.text, chunk=piece)
                         yield piece
 
-    def _dialect(self, engine: Engine) -> Dialect:
-        return Dialect(engine.model, engine.tokenizer, self.tool_format)
-
     async def _acall(self, messages: list[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]) -> _Call:
         # Loading and rendering would block the event loop.
-        return await run_in_executor(None, lambda: self._call(messages, stop, call))
+        return await off_loop(lambda: self._call(messages, stop, call))
 
     def _call(self, messages: list[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]) -> _Call:
         usage = bool(call.get("stream_usage", self.stream_usage))
         call = {name: value for name, value in call.items() if name not in _STEERING}
-        asked = {name: call.pop(name) for name in _TOOL_FIELDS & call.keys()}
-        check_flags(**{name: asked.get(name) for name in ("strict", "parallel_tool_calls")})
-        chat = self._of_model(call.pop("model", None))
-        self._options(stop, call)  # unknown arguments raise before anything is prepared
-        engine = chat.get_engine()
-        tools = describe(asked.get("tools") or ())
-        dialect, choice = self._dialect(engine), choice_of(asked.get("tool_choice"), tools)
-        turn = dialect.turn(
+        wish = {name: call.pop(name) for name in _TOOL_FIELDS & call.keys()}
+        check_flags(**{name: wish.get(name) for name in ("strict", "parallel_tool_calls")})
+        tools = describe(wish.get("tools") or ())
+        asked = ask(
+            self._of_model(call.pop("model", None)),
             to_prompt(messages),
+            format=self.tool_format,
+            stop=stop,
+            call=call,
             tools=tools,
-            choice=choice,
-            parallel=asked.get("parallel_tool_calls"),
-            schema=schema_of_format(asked.get("response_format")),
-            strict=asked.get("strict") is not False,
-            max_tokens=call.get("max_tokens", self.max_tokens),
-            window_tokens=engine.window_tokens,
+            choice=choice_of(wish.get("tool_choice"), tools),
+            parallel=wish.get("parallel_tool_calls"),
+            schema=schema_of_format(wish.get("response_format")),
+            strict=wish.get("strict"),
         )
-        if asked.get("strict") and tools and choice != "none" and not turn.logits_processors:
-            raise ConfigError(
-                f"strict is True, but calls in the tool format {dialect.format.name!r} have no marker, so that "
-                "voluntary ones cannot be constrained; leave strict out, or force a call with tool_choice='any'"
-            )
-        further: dict[str, Any] = {
-            "logits_processors": turn.logits_processors,
-            "skip_special_tokens": turn.skip_special_tokens,
-        }
-        if turn.constrained:
-            # The grammar ends the answer; a stop string would cut its JSON.
-            further |= {"stop": (), "model_stops": False}
-        options = {**self._options(stop, call, further), "tools": turn.tools}
-        return _Call(engine, turn, options, usage, chat._name_of_model())
+        return _Call(asked, usage)
 
     def _of_model(self, name: Any) -> ChatKVBoost:
         """This model, or another one that a call names, with the same configuration and loading options."""
-        if name is None or name == self._name_of_model():
+        if name is None or name == self.name_of_model():
             return self
         if not isinstance(name, str):
             raise ConfigError(f"model is a {type(name).__name__}; a call takes a hub id or a folder, as a string")
@@ -316,11 +291,7 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
         return self.model_copy(update={"engine": None, "model": name, "engine_config": config})
 
     def _result(self, call: _Call, generation: Generation) -> ChatResult:
-        reply = Reply(generation.text, (), ())
-        if call.turn.reader is not None:
-            reader = call.turn.reader()
-            reader.push(generation.text)
-            reply = reader.finish()
+        reply = call.asked.reply(generation)
         calls, invalid = calls_of(reply)
         message = AIMessage(
             content=reply.text,
@@ -329,9 +300,9 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
             usage_metadata=usage_metadata(generation),
             response_metadata=response_metadata(
                 generation,
-                call.model_name,
+                call.asked.model_name,
                 calls=bool(calls),
-                hurried=call.turn.hurried,
+                hurried=call.asked.hurried,
                 errors=[bad["error"] for bad in invalid],
             ),
         )
@@ -340,32 +311,25 @@ class ChatKVBoost(EngineOptions, BaseChatModel):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One request: where it goes, what is asked, with which options; whether its stream ends with the usage."""
+    """One request, and whether its stream ends with the usage."""
 
-    engine: Engine
-    turn: Turn
-    options: dict[str, Any]
+    asked: Asked
     stream_usage: bool
-    model_name: str
 
 
 class _Pieces:
     """Makes LangChain's pieces of an answer's deltas; text streams, calls wait until they are complete."""
 
     def __init__(self, call: _Call) -> None:
-        self._reader = None if call.turn.reader is None else call.turn.reader()
-        self._model_name, self._usage, self._turn = call.model_name, call.stream_usage, call.turn
+        self._asked, self._usage = call.asked, call.stream_usage
+        self._pieces = ReplyPieces(call.asked)
 
-    def piece(self, text: str, generation: Generation | None) -> ChatGenerationChunk | None:
+    def piece(self, delta: Delta) -> ChatGenerationChunk | None:
         """The next piece, or None if there is nothing to show yet."""
-        if self._reader is not None:
-            text = self._reader.push(text)
-        if generation is None:
+        generation = delta.generation
+        text, reply = self._pieces.push(delta.text, generation)
+        if generation is None or reply is None:
             return ChatGenerationChunk(message=AIMessageChunk(content=text)) if text else None
-        reply = Reply("", (), ())
-        if self._reader is not None:
-            reply = self._reader.finish()
-            text += reply.rest
         # Usage and statistics are on the last piece only, since merging pieces would add them up.
         message = AIMessageChunk(
             content=text,
@@ -374,9 +338,9 @@ class _Pieces:
             usage_metadata=usage_metadata(generation) if self._usage else None,
             response_metadata=response_metadata(
                 generation,
-                self._model_name,
+                self._asked.model_name,
                 calls=bool(reply.calls),
-                hurried=self._turn.hurried,
+                hurried=self._asked.hurried,
                 errors=[bad.error for bad in reply.invalid],
             ),
         )

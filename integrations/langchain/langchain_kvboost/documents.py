@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import fields
-from hashlib import blake2b
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 from langchain_core.documents import Document
 from langchain_core.prompts import BasePromptTemplate, format_document
-from langchain_core.runnables import run_in_executor
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
-from tqdm.auto import tqdm
 
 from kvboost_rag import ConfigError, Engine, PromptError, WarmReport
+from kvboost_rag.frameworks import BATCH_DOCUMENTS, TextWarmer, add_reports, off_loop, progress, size_of, untorn
 
-T = TypeVar("T")
 DocumentPrompt: TypeAlias = BasePromptTemplate[Any] | Callable[[Document], str]
-
-BATCH_DOCUMENTS = 32  # several packs of the engine; an async call can be cancelled between two batches
-TAIL_CHARACTERS = 48  # of a text: enough to see how its last word becomes tokens
-NEXT_TEXT = "A"  # stands for the document behind a separator
 
 
 def warm_documents(
@@ -64,7 +55,7 @@ def warm_documents(
     )
     report = warmer.warm([])  # bad arguments raise before the first document is asked for
     with progress(size_of(docs), show_progress) as bar:
-        for count, texts in warmer.batches(docs):
+        for count, texts in warmer.batches_of(docs):
             report = add_reports(report, warmer.warm(texts))
             bar.update(count)
     return report
@@ -85,7 +76,7 @@ async def awarm_documents(
         engine, document_prompt=document_prompt, separator=separator, namespace=namespace, batch_size=batch_size
     )
     report = await off_loop(lambda: warmer.warm([]))
-    batches = warmer.batches(docs)
+    batches = warmer.batches_of(docs)
     with progress(size_of(docs), show_progress) as bar:
         while (batch := await off_loop(lambda: next(batches, None))) is not None:
             count, texts = batch
@@ -126,53 +117,6 @@ def stored_count(vector_store: VectorStore) -> int | None:
 def unwrapped(vector_store: VectorStore) -> Any:
     """The store inside a `KVBoostVectorStore`; another store itself."""
     return getattr(vector_store, "inner", vector_store)
-
-
-def text_key(text: str) -> bytes:
-    """What identifies a text: equal for equal texts."""
-    return blake2b(text.encode(), digest_size=16).digest()
-
-
-def add_reports(one: WarmReport, other: WarmReport) -> WarmReport:
-    """Both reports as one."""
-    return WarmReport(**{part.name: getattr(one, part.name) + getattr(other, part.name) for part in fields(WarmReport)})
-
-
-def progress(total: int | None, show: bool) -> tqdm[Any]:
-    """A bar that counts documents."""
-    return tqdm(total=total, desc="warming", unit="doc", disable=not show)
-
-
-def size_of(docs: Iterable[Document]) -> int | None:
-    """How many documents there are, if that can be known without reading them."""
-    return len(docs) if isinstance(docs, Sized) else None
-
-
-async def off_loop(work: Callable[[], T]) -> T:
-    """Run in a thread; a thread cannot be stopped, so that cancelling the task takes effect when it is done."""
-    return await finished(run_in_executor(None, work))
-
-
-async def finished(work: Coroutine[Any, Any, T]) -> T:
-    """Await, and when cancelled let the work end first: what comes next must not run beside it."""
-    running, cancelled = await settled(work)
-    if cancelled is not None:
-        raise cancelled
-    return running.result()
-
-
-async def settled(work: Coroutine[Any, Any, T]) -> tuple[asyncio.Task[T], asyncio.CancelledError | None]:
-    """The work, done however often the task was cancelled meanwhile, and the last such cancellation."""
-    running = asyncio.ensure_future(work)
-    cancelled = None
-    while not running.done():
-        try:
-            await asyncio.wait([running])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if not running.cancelled():
-        running.exception()  # seen: asyncio would report an error nobody asked for
-    return running, cancelled
 
 
 def copies(documents: Iterable[Document]) -> list[Document]:
@@ -218,18 +162,7 @@ def drop_vectors(store: Any, count: int | None) -> None:
         store.index.remove_ids(np.arange(count, store.index.ntotal))
 
 
-def check_engine(engine: object) -> None:
-    """Refuse what is no engine.
-
-    Raises:
-        ConfigError: says what to give instead.
-    """
-    if not isinstance(engine, Engine):
-        hint = "give its get_engine()" if hasattr(engine, "get_engine") else "give an Engine, or a chat model's"
-        raise ConfigError(f"engine is a {type(engine).__name__}; {hint}")
-
-
-class DocumentWarmer:
+class DocumentWarmer(TextWarmer):
     """Renders documents as a chain does and warms the texts; the arguments are those of `warm_documents`."""
 
     def __init__(
@@ -250,39 +183,12 @@ class DocumentWarmer:
                 f"document_prompt is a {type(document_prompt).__name__}; give a prompt template, as to "
                 "create_stuff_documents_chain, or a function from a Document to a string"
             )
-        check_engine(engine)
-        if not isinstance(separator, str):
-            raise ConfigError(f"separator is {separator!r}; it must be a string, such as '\\n\\n'")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
-        self._engine, self._prompt, self._separator = engine, document_prompt, separator
-        self._namespace, self.batch_size = namespace, batch_size
+        super().__init__(engine, separator=separator, namespace=namespace, batch_size=batch_size)
+        self._prompt = document_prompt
 
-    def warm(self, texts: Sequence[str]) -> WarmReport:
-        """Warm rendered texts in one call of the engine."""
-        return self._engine.warm([self._with_border(text) for text in texts], namespace=self._namespace)
-
-    def forget(self, texts: Sequence[str]) -> int:
-        """Drop the KV of rendered texts, warmed or seen inside prompts; returns how many chunks held them."""
-        return self._engine.forget([self._with_border(text) for text in texts], namespace=self._namespace)
-
-    def batches(self, docs: Iterable[Document]) -> Iterator[tuple[int, list[str]]]:
+    def batches_of(self, docs: Iterable[Document]) -> Iterator[tuple[int, list[str]]]:
         """Distinct rendered texts in batches, each with the number of documents they stand for."""
-        seen: set[bytes] = set()
-        texts: list[str] = []
-        count = 0
-        for doc in docs:
-            text = self.render(doc)
-            count += 1
-            key = text_key(text)
-            if key not in seen:
-                seen.add(key)
-                texts.append(text)
-            if len(texts) == self.batch_size:
-                yield count, texts
-                texts, count = [], 0
-        if count:
-            yield count, texts
+        return self.batches(self.render(doc) for doc in docs)
 
     def render(self, doc: Document) -> str:
         """The text of a document inside a prompt.
@@ -295,14 +201,7 @@ class DocumentWarmer:
         text = self._rendered(doc)
         if not isinstance(text, str):
             raise PromptError(f"document_prompt gave a {type(text).__name__} for {_name(doc)}; it must give a string")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise PromptError(
-                f"the text of {_name(doc)} holds {text[error.start]!r} at character {error.start}, half of a surrogate "
-                "pair, which is no text; decode the source with errors='replace'"
-            ) from error
-        return text
+        return untorn(text, _name(doc))
 
     def _rendered(self, doc: Document) -> Any:
         prompt = self._prompt
@@ -319,24 +218,6 @@ class DocumentWarmer:
             return format_document(doc, prompt) if isinstance(prompt, BasePromptTemplate) else prompt(doc)
         except Exception as error:
             raise PromptError(f"document_prompt failed on {_name(doc)}: {error!r}; mend it or the document") from error
-
-    def _with_border(self, text: str) -> str:
-        """The text, and the separator if the text's last tokens are only met together with it."""
-        if not self._separator or not text:
-            return text
-        tail = text[-TAIL_CHARACTERS:]
-        met = self._engine.tokenize(tail + self._separator + NEXT_TEXT)
-        alone = self._engine.tokenize(tail)
-        if met[: len(alone)] == alone:
-            return text
-        longer = self._engine.tokenize(tail + self._separator)
-        return text + self._separator if _shared(longer, met) > _shared(alone, met) else text
-
-
-def _shared(one: list[int], other: list[int]) -> int:
-    """How many first tokens are equal."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _name(doc: Document) -> str:

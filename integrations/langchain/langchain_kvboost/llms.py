@@ -11,16 +11,16 @@ from langchain_core.language_models import BaseLLM
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.outputs import Generation as TextGeneration
 from langchain_core.outputs import GenerationChunk, LLMResult
-from langchain_core.runnables import run_in_executor
 
 from kvboost_rag import Generation
+from kvboost_rag.frameworks import Asked, ask_text, off_loop
 
 from .errors import translated
 from .messages import response_metadata, usage_metadata
-from .options import CALL_FIELDS, STRICT, EngineOptions
+from .options import CALL_FIELDS, STRICT, LangChainOptions
 
 
-class KVBoostLLM(EngineOptions, BaseLLM):
+class KVBoostLLM(LangChainOptions, BaseLLM):
     """Complete text with a local Hugging Face model; documents that were read before are not read again.
 
     The prompt runs as it stands, without a chat template: special tokens in it are honoured, and whoever writes the
@@ -47,7 +47,7 @@ class KVBoostLLM(EngineOptions, BaseLLM):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         stops = self._sampling(stop, {}).stop
         params = super()._get_ls_params(stop=list(stops) or None, **kwargs)
-        params.setdefault("ls_model_name", self._name_of_model())
+        params.setdefault("ls_model_name", self.name_of_model())
         return params
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -86,9 +86,8 @@ class KVBoostLLM(EngineOptions, BaseLLM):
         if self.streaming:
             pieces = [list(self._stream(prompt, stop, run_manager, **kwargs)) for prompt in prompts]
             return self._llm_result([_joined(answer) for answer in pieces])
-        options, engine = self._options(stop, kwargs), self.get_engine()
         with translated():
-            answers = [engine.generate(prompt, **options) for prompt in prompts]
+            answers = [ask_text(self, prompt, stop=stop, call=kwargs).generate() for prompt in prompts]
         return self._llm_result([self._text(answer) for answer in answers])
 
     async def _agenerate(
@@ -101,10 +100,9 @@ class KVBoostLLM(EngineOptions, BaseLLM):
         if self.streaming:
             streams = [self._astream(prompt, stop, run_manager, **kwargs) for prompt in prompts]
             return self._llm_result([_joined([piece async for piece in stream]) for stream in streams])
-        options = self._options(stop, kwargs)
-        engine = await run_in_executor(None, self.get_engine)  # loading would block the event loop
         with translated():
-            answers = [await engine.agenerate(prompt, **options) for prompt in prompts]
+            asked = [await self._asked_async(prompt, stop, kwargs) for prompt in prompts]
+            answers = [await one.agenerate() for one in asked]
         return self._llm_result([self._text(answer) for answer in answers])
 
     def _stream(
@@ -114,8 +112,7 @@ class KVBoostLLM(EngineOptions, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        options, engine = self._options(stop, kwargs), self.get_engine()
-        with translated(), closing(engine.stream(prompt, **options)) as deltas:
+        with translated(), closing(ask_text(self, prompt, stop=stop, call=kwargs).stream()) as deltas:
             for delta in deltas:
                 if delta.text or delta.generation:
                     piece = GenerationChunk(text=delta.text, generation_info=self._info(delta.generation))
@@ -130,10 +127,9 @@ class KVBoostLLM(EngineOptions, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        options = self._options(stop, kwargs)
-        engine = await run_in_executor(None, self.get_engine)
         with translated():
-            async with aclosing(engine.astream(prompt, **options)) as deltas:
+            asked = await self._asked_async(prompt, stop, kwargs)
+            async with aclosing(asked.astream()) as deltas:
                 async for delta in deltas:
                     if delta.text or delta.generation:
                         piece = GenerationChunk(text=delta.text, generation_info=self._info(delta.generation))
@@ -141,10 +137,14 @@ class KVBoostLLM(EngineOptions, BaseLLM):
                             await run_manager.on_llm_new_token(piece.text, chunk=piece)
                         yield piece
 
+    async def _asked_async(self, prompt: str, stop: list[str] | None, call: Mapping[str, Any]) -> Asked:
+        # Loading would block the event loop.
+        return await off_loop(lambda: ask_text(self, prompt, stop=stop, call=call))
+
     def _info(self, generation: Generation | None) -> dict[str, Any] | None:
         if generation is None:
             return None
-        metadata = response_metadata(generation, self._name_of_model())
+        metadata = response_metadata(generation, self.name_of_model())
         return {**metadata, "usage_metadata": usage_metadata(generation)}
 
     def _text(self, answer: Generation) -> TextGeneration:
@@ -159,7 +159,7 @@ class KVBoostLLM(EngineOptions, BaseLLM):
         }
         return LLMResult(
             generations=[[answer] for answer in answers],
-            llm_output={"token_usage": usage, "model_name": self._name_of_model()},
+            llm_output={"token_usage": usage, "model_name": self.name_of_model()},
         )
 
 

@@ -17,6 +17,7 @@ from langchain_core.messages import (
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 
 from kvboost_rag import Generation, PromptError
+from kvboost_rag.frameworks import cached_tokens, finish_reason, reuse_of
 
 from .tools import written
 
@@ -70,16 +71,12 @@ def text_of(message: BaseMessage) -> str:
 
 def usage_metadata(generation: Generation) -> UsageMetadata:
     """LangChain's usage of an answer: `input_tokens` counts reused tokens too."""
-    usage = generation.usage
+    usage, (read, created) = generation.usage, cached_tokens(generation)
     return UsageMetadata(
         input_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        input_token_details=InputTokenDetails(
-            cache_read=usage.exact_tokens + usage.approximate_tokens,
-            # An answer may be kept too, but this counts input.
-            cache_creation=min(usage.stored_tokens, usage.new_tokens),
-        ),
+        input_token_details=InputTokenDetails(cache_read=read, cache_creation=created),
     )
 
 
@@ -95,26 +92,13 @@ def response_metadata(
 
     The errors of invalid calls are here too: LangChain drops them where it merges streamed pieces.
     """
-    usage = generation.usage
     return {
         **({"invalid_tool_call_errors": list(errors)} if errors else {}),
         "model_name": model_name,
         "model_provider": "kvboost",
-        "finish_reason": _finish_reason(generation, calls, hurried),
-        "fallback_reason": generation.fallback_reason,
-        "exact_tokens": usage.exact_tokens,
-        "approximate_tokens": usage.approximate_tokens,
-        "repaired_tokens": usage.repaired_tokens,
-        "computed_tokens": usage.computed_tokens,
-        "ttft_s": generation.timing.ttft_s,
+        "finish_reason": finish_reason(generation, calls=calls, hurried=hurried),
+        **reuse_of(generation),
     }
-
-
-def _finish_reason(generation: Generation, calls: bool, hurried: bool) -> str:
-    """Why it ended; "length" also if a constrained answer was brought to its end because the tokens ran out."""
-    if generation.finish_reason != "stop":
-        return generation.finish_reason
-    return "length" if hurried else "tool_calls" if calls else "stop"
 
 
 def _message(message: BaseMessage) -> dict[str, Any]:

@@ -1,159 +1,31 @@
-"""What the chat model and the text model have in common: where the engine comes from, and how an answer is sampled."""
+"""What the chat model and the text model have in common, beyond what every framework's classes have."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Any, ClassVar
 
 from langchain_core.utils import secret_from_env
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, SkipValidation, model_validator
+from pydantic import Field, SecretStr
 
-from kvboost_rag import ConfigError, Engine, EngineConfig, SamplingParams
+from kvboost_rag.frameworks import CALL_FIELDS, STRICT, EngineOptions
 
-from .engines import loaded_engine, shared_engine
-
-Reuse: TypeAlias = Literal["off", "exact", "approximate"]
-
-SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-CALL_FIELDS = frozenset((*SAMPLING_FIELDS, "namespace", "reuse", "timeout"))
-# Of two bases, the configuration of the last one wins, so each class repeats it: unknown arguments must raise.
-STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+__all__ = ["CALL_FIELDS", "STRICT", "LangChainOptions"]
 
 
-class EngineOptions(BaseModel):
-    """Fields and helpers of every LangChain class that answers with an engine."""
+class LangChainOptions(EngineOptions):
+    """Fields of every LangChain class that answers with an engine."""
 
-    engine: Annotated[Engine | None, SkipValidation] = Field(default=None, exclude=True, repr=False)
-    """An engine to use. Give this or `model`."""
-    model: str | None = None
-    """Hugging Face id or folder. Loaded at the first call; one engine per model, configuration and process."""
-    engine_config: EngineConfig | None = None
-    """Configuration of the engine of `model`."""
-    model_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of `Engine.from_pretrained` for `model`: revision, dtype, device, gguf_file, …"""
+    made_from: ClassVar[tuple[str, ...]] = (*EngineOptions.made_from, "api_key")
+
     api_key: SecretStr | None = Field(default_factory=secret_from_env("HF_TOKEN", default=None), exclude=True)
     """Token of the Hugging Face hub, for gated models; read from HF_TOKEN by default."""
-    max_retries: int = Field(default=0, ge=0)
-    """How often loading `model` is tried again when a download fails; an answer itself needs no network."""
-    timeout: float | None = Field(default=None, gt=0)
-    """Seconds after which an answer is given up with a `RequestTimeoutError`; None waits."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    max_tokens: int = 256
-    """Most tokens of an answer."""
-    top_p: float | None = None
-    """None: what the model's own generation config says. So for the next three."""
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    """Makes sampling repeatable."""
-    stop: list[str] | None = None
-    """Strings that end every answer; stops given per call are added."""
     streaming: bool | None = None
     """True: `invoke` streams inside, so that callbacks see every piece. False: `stream` of a chat model gives one."""
-    namespace: str | None = None
-    """Tenant whose documents may be reused; None is the engine's default."""
-    reuse: Reuse | None = None
-    """What may be reused, no wider than the engine was made for; None is the engine's mode."""
 
     model_config = STRICT
 
-    @model_validator(mode="after")
-    def _check_arguments(self) -> Self:
-        if (self.engine is None) == (self.model is None):
-            raise ConfigError(f"{type(self).__name__} needs either engine= or model=, and not both")
-        if self.engine is not None:
-            for name in ("engine_config", "model_kwargs", "api_key"):
-                if name in self.model_fields_set and getattr(self, name):
-                    raise ConfigError(f"{name}= has no effect on an engine that exists; configure the engine itself")
-        self._sampling(None, {})  # a bad value raises here and not at the first question
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        memo = {} if memo is None else memo
-        memo[id(self.engine)] = self.engine  # a copy asks the same engine
-        return super().__deepcopy__(memo)
-
-    def __getstate__(self) -> dict[Any, Any]:
-        if self.engine is not None:
-            raise ConfigError(
-                f"{type(self).__name__} was made from an engine, which holds a model and cannot be pickled; make it "
-                "with model= to send it to another process, which then loads the model itself"
-            )
-        return super().__getstate__()
-
-    def get_engine(self) -> Engine:
-        """The engine, loading the model if this is the first use."""
-        if self.engine is not None:
-            return self.engine
-        options = self._loading()
-        return shared_engine(str(self.model), self.engine_config, options=options, retries=self.max_retries)
-
     def _loading(self) -> dict[str, Any]:
-        options = dict(self.model_kwargs)
+        options = super()._loading()
         if self.api_key is not None:
             options.setdefault("token", self.api_key.get_secret_value())
         return options
-
-    def _loaded(self) -> Engine | None:
-        """The engine, if it is there already."""
-        if self.engine is not None:
-            return self.engine
-        return loaded_engine(str(self.model), self.engine_config, options=self._loading())
-
-    def _options(
-        self, stop: str | Sequence[str] | None, call: Mapping[str, Any], further: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Options of the engine for one call: instance values, overridden by the call's, and further ones to sample."""
-        if unknown := sorted(call.keys() - CALL_FIELDS):
-            raise ConfigError(f"unknown arguments {unknown}; a call takes stop, {', '.join(sorted(CALL_FIELDS))}")
-        return {
-            "sampling": self._sampling(stop, call, further),
-            "namespace": call.get("namespace", self.namespace),
-            "reuse": call.get("reuse", self.reuse),
-            "timeout_s": call.get("timeout", self.timeout),
-        }
-
-    def _sampling(
-        self, stop: str | Sequence[str] | None, call: Mapping[str, Any], further: Mapping[str, Any] | None = None
-    ) -> SamplingParams:
-        stops = dict.fromkeys([*_as_list(self.stop), *_as_list(stop)])
-        values = {name: call.get(name, getattr(self, name)) for name in SAMPLING_FIELDS}
-        return SamplingParams(**{"stop": tuple(stops), **values, **(further or {})})
-
-    def _name_of_model(self) -> str:
-        return str(self.model if self.engine is None else self.engine.model.name_or_path)
-
-    def _identity(self) -> dict[str, Any]:
-        """Everything that changes an answer: LangChain's response cache keys on this."""
-        engine = self._loaded()  # its weights may have changed since they were read, and its recipe is measured
-        config = self.engine_config or EngineConfig() if self.engine is None else self.engine.config
-        return {
-            "model": self._name_of_model(),
-            # Names do not tell all models apart: an engine knows its weights, a folder its files.
-            "fingerprint": _files(str(self.model)) if engine is None else engine.fingerprint,
-            "model_kwargs": repr(sorted(self.model_kwargs.items())),
-            "engine_config": repr(config),
-            "recipe": None if engine is None else repr(engine.recipe),
-            "stop_sequences": self.stop,
-            "namespace": self.namespace,
-            "reuse": self.reuse,
-            **{name: getattr(self, name) for name in SAMPLING_FIELDS},
-        }
-
-
-def _as_list(stop: str | Sequence[str] | None) -> list[str]:
-    if stop is None:
-        return []
-    return [stop] if isinstance(stop, str) else list(stop)
-
-
-def _files(model: str) -> str | None:
-    """Names, sizes and times of a model folder's files; None for a hub id, which its revision tells apart."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        return None
-    stats = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
-    return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
-from hashlib import blake2b
+from collections.abc import Sequence
 from typing import Any
 
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import ConfigDict, Field, PrivateAttr
 
-NAMESPACES = 256  # remembered; the one used longest ago goes first
+from kvboost_rag.frameworks import PrefixOrders
 
 
 class PrefixOrderCompressor(BaseDocumentCompressor):
@@ -36,11 +33,11 @@ class PrefixOrderCompressor(BaseDocumentCompressor):
     max_orders: int = Field(default=1024, ge=1)
     """Orders remembered per namespace; the one used longest ago goes first."""
 
-    _memory: _Memory = PrivateAttr()
+    _orders: PrefixOrders = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
         """Begin with no orders remembered."""
-        self._memory = _Memory(self.max_orders)
+        self._orders = PrefixOrders(self.max_orders)
 
     def compress_documents(
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
@@ -62,88 +59,5 @@ class PrefixOrderCompressor(BaseDocumentCompressor):
             namespace: tenant; that of the compressor if None.
         """
         ranked = list(documents)
-        if not ranked:
-            return []
-        keys = [_identity(document) for document in ranked]
-        places: dict[bytes, list[int]] = {}
-        for place, key in enumerate(keys):
-            places.setdefault(key, []).append(place)
-        sizes = {key: len(ranked[at[0]].page_content) for key, at in places.items()}
-        order = self._memory.order(namespace if namespace is not None else self.namespace, keys, sizes)
-        # Of equal documents the best comes last, so that it and not its copy ends the prompt.
-        return [ranked[places[key].pop()] for key in order]
-
-
-class _Memory:
-    """Orders that were served, per namespace. Thread-safe."""
-
-    def __init__(self, max_orders: int) -> None:
-        self._max_orders = max_orders
-        self._lock = threading.Lock()
-        self._spaces: OrderedDict[Hashable, _Orders] = OrderedDict()
-
-    def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
-            spaces = OrderedDict((name, orders.copy()) for name, orders in self._spaces.items())
-        return {"_max_orders": self._max_orders, "_spaces": spaces}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())  # locks cannot be copied
-
-    def order(self, namespace: Hashable, ranked: list[bytes], sizes: dict[bytes, int]) -> tuple[bytes, ...]:
-        """The new order of ranked keys."""
-        with self._lock:
-            orders = self._spaces.setdefault(namespace, _Orders())
-            self._spaces.move_to_end(namespace)
-            if len(self._spaces) > NAMESPACES:
-                self._spaces.popitem(last=False)
-            best, others = ranked[0], ranked[1:]
-            beginning = orders.beginning(others, sizes)
-            rest = Counter(others) - Counter(beginning)
-            # Worst first, so that the better stand nearer to the question.
-            order = (*beginning, *sorted(rest.elements(), key=others.index, reverse=True), best)
-            orders.add(order, self._max_orders)
-            return order
-
-
-class _Orders:
-    """Orders of one namespace, the latest last."""
-
-    def __init__(self) -> None:
-        self._orders: OrderedDict[tuple[bytes, ...], None] = OrderedDict()
-
-    def copy(self) -> _Orders:
-        copied = _Orders()
-        copied._orders = self._orders.copy()
-        return copied
-
-    def beginning(self, keys: list[bytes], sizes: dict[bytes, int]) -> tuple[bytes, ...]:
-        """The longest beginning of a served order that these keys can make; of equal ones the latest."""
-        best: tuple[bytes, ...] = ()
-        most = 0
-        for order in reversed(self._orders):
-            left, length, size = Counter(keys), 0, 0
-            while length < len(order) and left[order[length]] > 0:
-                left[order[length]] -= 1
-                size += sizes[order[length]]
-                length += 1
-            if size > most:
-                best, most = order[:length], size
-        return best
-
-    def add(self, order: tuple[bytes, ...], limit: int) -> None:
-        self._orders[order] = None
-        self._orders.move_to_end(order)
-        if len(self._orders) > limit:
-            self._orders.popitem(last=False)
-
-
-def _identity(document: Document) -> bytes:
-    """Equal for what a prompt would show alike: the content counts, since a document may change under its id."""
-    digest = blake2b(digest_size=16)
-    for part in (document.id or "", document.page_content):
-        digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
-    return digest.digest()
-
-
-PrefixOrderCompressor.model_rebuild()
+        parts = [(document.id or "", document.page_content) for document in ranked]
+        return self._orders.arrange(ranked, parts, self.namespace if namespace is None else namespace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import AIMessage, InvalidToolCall, ToolCall, ToolCallChunk
@@ -26,7 +26,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, PydanticUserError, TypeAdapter
 
 from kvboost_rag import ConfigError
-from kvboost_rag.tools import Choice, Reply, canonical_tool, check_size
+from kvboost_rag.tools import Reply, canonical_tool, check_size, schema_in
 
 ToolLike: TypeAlias = "Mapping[str, Any] | type | Callable[..., Any] | BaseTool | Runnable[Any, Any]"
 
@@ -50,63 +50,14 @@ def describe(tools: Sequence[ToolLike]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def check_flags(**flags: Any) -> None:
-    """Refuse what is neither a bool nor None: ``"false"`` would count as true.
-
-    Raises:
-        ConfigError: names the flag.
-    """
-    for name, value in flags.items():
-        if value is not None and not isinstance(value, bool):
-            raise ConfigError(f"{name} is {value!r}; give True, False or None")
-
-
-def choice_of(tool_choice: Any, tools: Sequence[Mapping[str, Any]]) -> Choice:
-    """A tool choice in any of the forms that chat models take: a word, a name, a bool, OpenAI's or Anthropic's dict.
-
-    Raises:
-        ConfigError: no such choice, or no tool of that name.
-    """
-    names = [tool["function"]["name"] for tool in tools]
-    if isinstance(tool_choice, Mapping):
-        function = tool_choice.get("function")
-        tool_choice = function.get("name") if isinstance(function, Mapping) else tool_choice.get("name") or tool_choice
-        if isinstance(tool_choice, Mapping):
-            tool_choice = tool_choice.get("type")
-    if tool_choice in names:
-        return (str(tool_choice),)
-    match tool_choice:
-        case None | False | "auto":
-            return "auto"
-        case True | "any" | "required":
-            return "any"
-        case "none":
-            return "none"
-    raise ConfigError(
-        f"tool_choice is {tool_choice!r}; choose 'auto', 'none', 'any' or the name of a tool: {', '.join(names) or '–'}"
-    )
-
-
-def schema_of_format(response_format: Any) -> Mapping[str, Any] | Any:
-    """JSON schema of OpenAI's ``response_format``, "any" for any JSON object, None for text.
+def schema_of_format(response_format: Any) -> Mapping[str, Any] | Literal["any"] | None:
+    """JSON schema of OpenAI's ``response_format``, or of a class; "any" for any JSON object, None for text.
 
     Raises:
         ConfigError: neither a schema nor a known form.
     """
-    if response_format is None:
-        return None
-    if isinstance(response_format, Mapping):
-        kind = response_format.get("type")
-        if kind == "json_schema" and isinstance(response_format.get("json_schema"), Mapping):
-            return response_format["json_schema"].get("schema", {})
-        if kind in ("json_object", "text"):
-            return "any" if kind == "json_object" else None
-        if "properties" not in response_format and "$ref" not in response_format and kind != "object":
-            raise ConfigError(
-                f"response_format is {dict(response_format)!r}; give a JSON schema, a class, "
-                "{'type': 'json_schema', 'json_schema': {'schema': …}} or {'type': 'json_object'}"
-            )
-        return response_format
+    if response_format is None or isinstance(response_format, Mapping):
+        return schema_in(response_format)
     return schema_of(response_format)
 
 

@@ -13,8 +13,9 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 
 from kvboost_rag import ConfigError, Engine, WarmReport
+from kvboost_rag.frameworks import BATCH_DOCUMENTS, off_loop
 
-from .documents import BATCH_DOCUMENTS, DocumentPrompt, DocumentWarmer, documents_of, names_of, off_loop
+from .documents import DocumentPrompt, DocumentWarmer, documents_of, names_of
 from .writing import Writer
 
 

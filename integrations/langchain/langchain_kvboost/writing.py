@@ -15,17 +15,14 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import VectorStore
 
 from kvboost_rag import EngineClosedError, PromptError, WarmReport
+from kvboost_rag.frameworks import add_reports, off_loop, progress, settled
 
 from .documents import (
     DocumentWarmer,
-    add_reports,
     copies,
     documents_of,
     drop_vectors,
     names_of,
-    off_loop,
-    progress,
-    settled,
     stored_count,
     stored_documents,
     vector_count,
@@ -301,7 +298,7 @@ class Writer:
         """Warm all the inner store holds."""
         report = yield lambda: self._warmer.warm([])
         documents = stored_documents(self.inner)
-        batches = self._warmer.batches(documents)
+        batches = self._warmer.batches_of(documents)
         with progress(stored_count(self.inner), self._show_progress) as bar:
             while (batch := (yield lambda: next(batches, None))) is not None:
                 count, texts = batch

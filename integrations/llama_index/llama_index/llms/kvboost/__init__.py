@@ -1,3 +1,9 @@
-"""LlamaIndex integration of kvboost-rag. The package is reserved here; its classes are not written yet."""
+"""LlamaIndex integration of kvboost-rag."""
 
-__all__: list[str] = []
+from kvboost_rag import RequestTimeoutError
+from kvboost_rag.frameworks import release_engines, shared_engine
+
+from .base import KVBoost
+from .settings import configure_settings
+
+__all__ = ["KVBoost", "RequestTimeoutError", "configure_settings", "release_engines", "shared_engine"]

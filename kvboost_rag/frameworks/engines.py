@@ -1,4 +1,4 @@
-"""Engines that a process shares, so that ten chat models of one model id load it once and see each other's KV."""
+"""Engines that a process shares, so that ten classes of one model id load it once and see each other's KV."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvboost_rag import Engine, EngineConfig
+from ..config import EngineConfig
+from ..engine import Engine
 
 _Key = tuple[str, EngineConfig, str]
 _engines: dict[_Key, Engine] = {}

@@ -1,0 +1,328 @@
+"""A LlamaIndex LLM that answers with an engine: what it read before is reused wherever it stands."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import aclosing, closing
+from typing import Any, TypeVar, cast
+
+from llama_index.core.base.llms.generic_utils import messages_to_prompt as default_messages_to_prompt
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+    MessageRole,
+)
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import (
+    CompletionToPromptType,
+    MessagesToPromptType,
+    ToolSelection,
+    default_completion_to_prompt,
+)
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.types import PydanticProgramMode
+from pydantic import AliasChoices, BaseModel, Field, model_validator
+
+from kvboost_rag import ConfigError, Engine, WarmReport
+from kvboost_rag.frameworks import STRICT, Asked, EngineOptions, ask, ask_text, off_loop, warm_tools
+from kvboost_rag.tools import check_flags, choice_of
+
+from .messages import ChatPieces, Pieces, TextPieces, to_chat_response, to_completion, to_prompt
+from .tools import PartialObjects, ToolLike, describe, first_call_only, schema_of_format, selections
+
+T = TypeVar("T")
+_TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "response_format"})
+_BY_CALL = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
+
+
+class KVBoost(EngineOptions, FunctionCallingLLM):
+    """Answer with a local Hugging Face model; documents and tools that were read before are not read again.
+
+    Example:
+        >>> Settings.llm = KVBoost(model="HuggingFaceTB/SmolLM2-135M-Instruct", max_new_tokens=64)
+        >>> index.as_query_engine().query("Why is the sky blue?")
+
+    `raw` of each answer holds the usage (reused tokens count as prompt tokens; `cached_tokens` says how many were
+    reused), exact, approximate, repaired and computed tokens, `ttft_s`, `finish_reason` and `fallback_reason`.
+
+    Each sampling field, `namespace`, `reuse`, `timeout` and `stop` may also be given per call; other keywords raise.
+    `system_prompt` is in front of every `complete` and of what query engines ask; `chat` runs the messages it is given.
+
+    Prompts are rendered with the model's chat template. `messages_to_prompt` and `completion_to_prompt`, where given,
+    render them instead; so do LlamaIndex's plain defaults for a model without a chat template. Such a prompt runs as it
+    stands, special tokens and all, and knows no tools.
+    """
+
+    max_tokens: int = Field(default=256, validation_alias=AliasChoices("max_tokens", "max_new_tokens"))
+    """Most tokens of an answer; `max_new_tokens` is another name for it."""
+    context_window: int | None = Field(default=None, gt=0)
+    """Tokens of prompt and answer that LlamaIndex plans with; None is the model's whole window."""
+    tool_format: str | None = None
+    """How calls are written: "hermes", "llama3", "mistral" or "json"; None takes the chat template's own way."""
+
+    model_config = STRICT
+
+    @model_validator(mode="after")
+    def _check_prompts(self) -> KVBoost:
+        if self.query_wrapper_prompt is not None:
+            raise ConfigError("query_wrapper_prompt has no effect on a chat model; give completion_to_prompt")
+        return self
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name in serialised pipelines and in traces."""
+        return "KVBoost"
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """Window, answer length and abilities of the model, which is loaded for this.
+
+        Raises:
+            ConfigError: `context_window` is larger than the model's.
+        """
+        engine = self.get_engine()
+        window = engine.window_tokens if self.context_window is None else self.context_window
+        if window > engine.window_tokens:
+            raise ConfigError(
+                f"context_window is {window}, but {self.name_of_model()} reads {engine.window_tokens} tokens at most; "
+                "leave context_window out"
+            )
+        chats = self._has_template(engine)
+        return LLMMetadata(
+            context_window=window,
+            num_output=self.max_tokens,
+            is_chat_model=chats or self._own_rendering,
+            is_function_calling_model=chats and not self._own_rendering,
+            model_name=self.name_of_model(),
+        )
+
+    def to_payload(self) -> dict[str, Any]:
+        """What traces may show of this model. Loads nothing: it is asked for on the event loop."""
+        known = {"class_name": self.class_name(), "model_name": self.name_of_model(), "num_output": self.max_tokens}
+        return known if self._loaded() is None else {**known, **self.metadata.model_dump()}
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens: for `Settings.tokenizer` and token counters."""
+        ids: list[int] = self.get_engine().tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def warm_tools(
+        self, tools: Sequence[ToolLike], *, system: str | None = None, namespace: str | None = None
+    ) -> WarmReport:
+        """Compute and keep the KV of tool descriptions, as this model's prompts show them.
+
+        Args:
+            tools: LlamaIndex tools, or descriptions in OpenAI's form. Prompts may then show them in any order, with
+                others, behind any system prompt.
+            system: the system prompt that agents will have; prompts with it and with these tools in this order are then
+                exact hits. None: no system prompt is favoured.
+            namespace: tenant that may use them.
+
+        Raises:
+            ConfigError: without a system prompt, where only exact hits are used: there would be none.
+            PromptError: the chat template does not render tools one behind the other.
+        """
+        return warm_tools(self, describe(tools), format=self.tool_format, system=system, namespace=namespace)
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Answer a conversation."""
+        asked = self._asked(messages, kwargs)
+        return to_chat_response(asked, asked.generate())
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """`chat` off the event loop; cancelling the task stops the computation."""
+        asked = await off_loop(lambda: self._asked(messages, kwargs))
+        return to_chat_response(asked, await asked.agenerate())
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """Answer piece by piece: text as it comes, calls and usage with the last piece. Closing it stops the model."""
+        asked = self._asked(messages, kwargs)
+        return _stream(asked, ChatPieces(asked))
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        """`stream_chat` off the event loop."""
+        asked = await off_loop(lambda: self._asked(messages, kwargs))
+        return _astream(asked, ChatPieces(asked))
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """Answer a prompt: a user message behind the system prompt, or, if `formatted`, the text as it stands."""
+        asked = self._asked_text(prompt, formatted, kwargs)
+        return to_completion(asked, asked.generate())
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """`complete` off the event loop; cancelling the task stops the computation."""
+        asked = await off_loop(lambda: self._asked_text(prompt, formatted, kwargs))
+        return to_completion(asked, await asked.agenerate())
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        """`complete` piece by piece. Closing it stops the model."""
+        asked = self._asked_text(prompt, formatted, kwargs)
+        return _stream(asked, TextPieces(asked))
+
+    @llm_completion_callback()
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+        """`stream_complete` off the event loop."""
+        asked = await off_loop(lambda: self._asked_text(prompt, formatted, kwargs))
+        return _astream(asked, TextPieces(asked))
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls of an answer.
+
+        Raises:
+            ValueError: there is none, and ``error_on_no_tool_call``.
+        """
+        found = selections(response)
+        if not found and error_on_no_tool_call:
+            raise ValueError(f"the answer calls no tool: {response.message.content!r}; demand it with tool_required")
+        return found
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[ToolLike],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        if isinstance(user_msg, str):
+            user_msg = ChatMessage(role=MessageRole.USER, content=user_msg)
+        described = describe(tools)
+        choice = "any" if tool_choice is None and tool_required and described else tool_choice
+        choice_of(choice, described)  # raises here and not behind callbacks
+        return {
+            "messages": [*(chat_history or ()), *([user_msg] if user_msg else ())],
+            "tools": described,
+            "tool_choice": choice,
+            # A forced call is one call; a model that calls of its own will may make several if that is allowed.
+            "parallel_tool_calls": bool(allow_parallel_tool_calls),
+            **kwargs,
+        }
+
+    def _validate_chat_with_tools_response(
+        self, response: ChatResponse, tools: Any, allow_parallel_tool_calls: bool = False, **kwargs: Any
+    ) -> ChatResponse:
+        return response if allow_parallel_tool_calls else first_call_only(response)
+
+    def _structured_stream_call(
+        self,
+        output_cls: type[BaseModel],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Generator[Any, None, None]:
+        # LlamaIndex's program demands no call when it streams, and shows an object only when its call is complete.
+        if not self._streams_objects:
+            return super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
+        messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
+        call = {**(llm_kwargs or {}), "response_format": output_cls}
+        pieces = self.stream_chat(messages, **call)
+        parts = PartialObjects(output_cls)
+        return (parts.of(piece) for piece in pieces)
+
+    async def _structured_astream_call(
+        self,
+        output_cls: type[BaseModel],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> AsyncGenerator[Any, None]:
+        if not self._streams_objects:
+            return await super()._structured_astream_call(output_cls, prompt, llm_kwargs, **prompt_args)
+        messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
+        call = {**(llm_kwargs or {}), "response_format": output_cls}
+        pieces = await self.astream_chat(messages, **call)
+        parts = PartialObjects(output_cls)
+        return (parts.of(piece) async for piece in pieces)
+
+    @property
+    def _streams_objects(self) -> bool:
+        return self.pydantic_program_mode in _BY_CALL and self.metadata.is_function_calling_model
+
+    @property
+    def _own_rendering(self) -> bool:
+        return self.messages_to_prompt is not default_messages_to_prompt
+
+    def _has_template(self, engine: Engine) -> bool:
+        return bool(getattr(engine.tokenizer, "chat_template", None))
+
+    def _asked(self, messages: Sequence[ChatMessage], call: Mapping[str, Any]) -> Asked:
+        call, stop = _renamed(call)
+        wish = {name: call.pop(name) for name in _TOOL_FIELDS & call.keys()}
+        check_flags(parallel_tool_calls=wish.get("parallel_tool_calls"))
+        tools = describe(wish.get("tools") or ())
+        if self._own_rendering or not self._has_template(self.get_engine()):
+            if asked := [name for name in ("tools", "response_format") if wish.get(name)]:
+                why = "messages_to_prompt renders the prompts" if self._own_rendering else "there is no chat template"
+                raise ConfigError(f"{asked[0]} is given, but {why}, so that the model cannot be shown it")
+            render = cast(MessagesToPromptType, self.messages_to_prompt)  # LlamaIndex fills in its default
+            return ask_text(self, render(messages), stop=stop, call=call)
+        return ask(
+            self,
+            to_prompt(messages),
+            format=self.tool_format,
+            stop=stop,
+            call=call,
+            tools=tools,
+            choice=choice_of(wish.get("tool_choice"), tools),
+            parallel=wish.get("parallel_tool_calls"),
+            schema=schema_of_format(wish.get("response_format")),
+        )
+
+    def _asked_text(self, prompt: str, formatted: bool, call: Mapping[str, Any]) -> Asked:
+        call, stop = _renamed(call)
+        if not formatted and self.completion_to_prompt is not default_completion_to_prompt:
+            prompt, formatted = cast(CompletionToPromptType, self.completion_to_prompt)(prompt), True
+        elif not formatted and not self._has_template(self.get_engine()):
+            prompt, formatted = f"{self.system_prompt}\n\n{prompt}" if self.system_prompt else prompt, True
+        if formatted:
+            return ask_text(self, prompt, stop=stop, call=call)
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return ask(self, [*system, {"role": "user", "content": prompt}], stop=stop, call=call)
+
+
+def _renamed(call: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """What a call asks for, under the engine's names, and its stop strings."""
+    own = dict(call)
+    stop = own.pop("stop", None)
+    if "max_new_tokens" in own:
+        if "max_tokens" in own:
+            raise ConfigError("max_tokens and max_new_tokens are two names of one argument; give one of them")
+        own["max_tokens"] = own.pop("max_new_tokens")
+    return own, stop
+
+
+def _stream(asked: Asked, pieces: Pieces[T]) -> Generator[T, None, None]:
+    deltas = asked.stream()  # bad input raises here and not at the first step
+
+    def read() -> Generator[T, None, None]:
+        with closing(deltas):  # closing stops the computation when the consumer stops reading
+            for delta in deltas:
+                yield from pieces.of(delta)
+
+    return read()
+
+
+async def _astream(asked: Asked, pieces: Pieces[T]) -> AsyncGenerator[T, None]:
+    async with aclosing(asked.astream()) as deltas:
+        async for delta in deltas:
+            for piece in pieces.of(delta):
+                yield piece

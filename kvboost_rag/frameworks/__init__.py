@@ -1,0 +1,43 @@
+"""What the classes of every framework have in common: engines they share, options, one turn, warming, orders.
+
+Needs pydantic, which every framework brings.
+"""
+
+from .documents import BATCH_DOCUMENTS, TextWarmer, add_reports, check_engine, progress, size_of, text_key, untorn
+from .engines import loaded_engine, release_engines, shared_engine
+from .options import CALL_FIELDS, SAMPLING_FIELDS, STRICT, EngineOptions, Reuse
+from .ordering import PrefixOrders
+from .turns import Asked, ReplyPieces, ask, ask_text, warm_tools
+from .usage import cached_tokens, finish_reason, reuse_of
+from .waiting import finished, off_loop, settled
+
+__all__ = [
+    "BATCH_DOCUMENTS",
+    "CALL_FIELDS",
+    "SAMPLING_FIELDS",
+    "STRICT",
+    "Asked",
+    "EngineOptions",
+    "PrefixOrders",
+    "ReplyPieces",
+    "Reuse",
+    "TextWarmer",
+    "add_reports",
+    "ask",
+    "ask_text",
+    "cached_tokens",
+    "check_engine",
+    "finish_reason",
+    "finished",
+    "loaded_engine",
+    "off_loop",
+    "progress",
+    "release_engines",
+    "reuse_of",
+    "settled",
+    "shared_engine",
+    "size_of",
+    "text_key",
+    "untorn",
+    "warm_tools",
+]
