@@ -12,6 +12,7 @@ free are used again, so adding and removing leaves nothing behind.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +85,17 @@ class _Pool:
         self.rows[row] = values
         return row
 
+    def take_many(self, count: int) -> Rows:
+        """Rows to be filled by the caller, freed ones first."""
+        freed = min(count, len(self._free))
+        rows = [self._free.pop() for _ in range(freed)]
+        first, self.used = self.used, self.used + count - freed
+        if self.used > len(self.rows):
+            larger = np.zeros((max(2 * len(self.rows), self.used), self.rows.shape[1]), dtype=np.int32)
+            larger[:first] = self.rows[:first]
+            self.rows = larger
+        return np.concatenate([np.array(rows, np.int32), np.arange(first, self.used, dtype=np.int32)])
+
     def free(self, row: int) -> None:
         self._free.append(row)
 
@@ -112,6 +124,60 @@ class AnchorTable:
             group = self._group_of(value, tokens[offset : offset + WINDOW].tobytes())
             if group != _NONE:
                 self._post(group, slot, offset, postings)
+
+    def add_many(self, chunks: Sequence[tuple[int, IntArray]]) -> None:
+        """`add` for many chunks, which finds the same. Windows that are there once only are registered all at once."""
+        tokens = np.concatenate([ids for _, ids in chunks]) if chunks else np.empty(0, np.int32)
+        lengths = np.array([len(ids) for _, ids in chunks], dtype=np.int64)
+        last = lengths - WINDOW
+        counts = np.where(last < 0, 0, last // STRIDE + 1 + (last % STRIDE > 0))
+        at = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        offsets = np.minimum(at * STRIDE, np.repeat(last, counts))
+        starts = np.repeat(np.cumsum(lengths) - lengths, counts)
+        values = window_hashes(tokens)[starts + offsets]
+        for slot, ids in chunks:
+            self._chunks[slot] = (ids, array("i"))
+        plain = self._are_new(values)
+        slots = np.repeat(np.array([slot for slot, _ in chunks], dtype=np.int64), counts)
+        self._insert(values[plain], slots[plain], offsets[plain])
+        for value, slot, offset in zip(*(c[~plain].tolist() for c in (values, slots, offsets)), strict=True):
+            ids, postings = self._chunks[slot]
+            group = self._group_of(value, ids[offset : offset + WINDOW].tobytes())
+            if group != _NONE:
+                self._post(group, slot, offset, postings)
+
+    def _are_new(self, values: Rows) -> npt.NDArray[np.bool_]:
+        """Which hashes are not in the table, are there once here, and do not crowd a bucket."""
+        _, inverse, times = np.unique(values, return_inverse=True, return_counts=True)
+        new = times[inverse] == 1
+        new[self._groups_in(values)[0]] = False
+        buckets = max(64, 1 << (self._groups.used + len(values)).bit_length())
+        _, inverse, times = np.unique(values & (buckets - 1), return_inverse=True, return_counts=True)
+        return new & (times[inverse] < MAX_CHAIN // 4)
+
+    def _insert(self, values: Rows, slots: Column, offsets: Column) -> None:
+        """Register windows that `_are_new`; rows of one slot lie together."""
+        if not len(values):
+            return
+        groups, postings = self._groups.take_many(len(values)), self._postings.take_many(len(values))
+        none, one = np.full(len(values), _NONE), np.ones(len(values), dtype=np.int64)
+        self._groups.rows[groups] = np.stack((values, none, postings, one), axis=1)
+        self._postings.rows[postings] = np.stack((slots, offsets, none, none, groups), axis=1)
+        begin = 0
+        for end in (np.flatnonzero(np.append(slots[1:] != slots[:-1], True)) + 1).tolist():
+            self._chunks[int(slots[begin])][1].frombytes(postings[begin:end].tobytes())
+            begin = end
+        if self._groups.used > len(self._heads):
+            self._rehash()
+            return
+        bucket = values & (len(self._heads) - 1)
+        order = np.argsort(bucket, kind="stable")
+        bucket, groups = bucket[order], groups[order]
+        changes = bucket[1:] != bucket[:-1]
+        following = np.where(np.append(changes, True), self._heads[bucket], np.append(groups[1:], _NONE))
+        self._groups.rows[groups, _LINK] = following
+        begins = np.append(True, changes)
+        self._heads[bucket[begins]] = groups[begins]
 
     def remove(self, slot: int) -> None:
         """Forget a chunk; the slot may be used again."""
@@ -178,9 +244,11 @@ class AnchorTable:
         return group
 
     def _rehash(self) -> None:
-        """Spread the groups over twice as many buckets. A row was just added, so no row is free."""
+        """Spread the groups over more buckets. A new row was just used, so no row is free."""
         rows = self._groups.rows[: self._groups.used]
         buckets = 2 * len(self._heads)
+        while buckets < len(rows):
+            buckets *= 2
         # One sort of plain numbers, bucket above row, is several times faster than an argsort.
         code = np.sort((rows[:, _HASH] & (buckets - 1)).astype(np.int64) << 32 | np.arange(len(rows)))
         bucket, order = code >> 32, (code & 0xFFFFFFFF).astype(np.int32)

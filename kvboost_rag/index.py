@@ -5,6 +5,8 @@ Pure: ids in, hits out. Every hit is verified id by id; a hash match whose ids d
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 
 from .anchors import WINDOW, AnchorTable
@@ -44,6 +46,20 @@ class ChunkIndex:
         if part is None:
             part = self._scopes[header.scope] = _ScopeIndex(header.scope)
         part.add(header, self._added)
+
+    def add_many(self, headers: Iterable[ChunkHeader]) -> None:
+        """`add` for each, several times faster where most of their text is new."""
+        parts: dict[Scope, list[tuple[ChunkHeader, int]]] = {}
+        for header in headers:
+            if header.key not in self._headers:
+                self._added += 1
+                self._headers[header.key] = header
+                parts.setdefault(header.scope, []).append((header, self._added))
+        for scope, added in parts.items():
+            part = self._scopes.get(scope)
+            if part is None:
+                part = self._scopes[scope] = _ScopeIndex(scope)
+            part.add_many(added)
 
     def discard(self, key: str) -> None:
         """Forget a chunk. A key that is not there changes nothing."""
@@ -126,17 +142,28 @@ class _ScopeIndex:
         return self._anchors.nbytes + self._lengths.nbytes + self._preference.nbytes
 
     def add(self, header: ChunkHeader, order: int) -> None:
+        slot = self._enter(header, order)
+        if slot is not None:
+            self._anchors.add(slot, header.tokens)
+
+    def add_many(self, added: Sequence[tuple[ChunkHeader, int]]) -> None:
+        slots = [(self._enter(header, order), header.tokens) for header, order in added]
+        self._anchors.add_many([(slot, tokens) for slot, tokens in slots if slot is not None])
+
+    def _enter(self, header: ChunkHeader, order: int) -> int | None:
+        """Register all but the anchors; the slot for those, if the chunk has any."""
         self.headers[header.key] = header
         if header.origin == "served":
             self.served.add(header)
-            return
+            return None
         self.chain.add(header)
         self._contents.setdefault(content_hash(self._scope, header.tokens), []).append(header)
-        if len(header) >= WINDOW:
-            slot = self._slots[header.key] = self._new_slot(header)
-            self._lengths[slot] = len(header)
-            self._preference[slot] = order + (_WARM if header.origin == "warm" else 0)
-            self._anchors.add(slot, header.tokens)
+        if len(header) < WINDOW:
+            return None
+        slot = self._slots[header.key] = self._new_slot(header)
+        self._lengths[slot] = len(header)
+        self._preference[slot] = order + (_WARM if header.origin == "warm" else 0)
+        return slot
 
     def discard(self, header: ChunkHeader) -> None:
         del self.headers[header.key]
