@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .planner import Plan
-from .repair import Recipe, budgets
+from .repair import Recipe, Run, budgets
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,24 @@ class CostModel:
     def pass_cost(self, tokens: int, seen: float, share: float = 1.0) -> float:
         """Seconds of a pass of ``tokens`` rows that see ``seen`` keys on average, over a share of the layers."""
         return self.pass_s + share * tokens * (self.token_s + self.pair_s * seen)
+
+    def saved(self, tokens: int, base: int, recipe: Recipe | None) -> float:
+        """Seconds that reusing a stretch saves: computing it, less moving it, less what repair recomputes of it.
+
+        Args:
+            tokens: length of the stretch.
+            base: tokens in front of it.
+            recipe: how it is repaired; None if it is not.
+        """
+        rows = 0
+        if recipe is not None and recipe.strategy != "none":
+            rows = recipe.floor_tokens
+            if recipe.strategy == "selective":
+                rows += recipe.window_tokens
+            elif recipe.strategy == "cacheblend":
+                rows += sum(budgets(recipe, (Run(0, tokens),)))
+        computed = tokens - min(rows, tokens)
+        return computed * (self.token_s + self.pair_s * (base + tokens / 2)) - self.move_s * tokens
 
     def compute(self, plan: Plan) -> float:
         """Seconds of the plan without approximate segments: exact hits loaded, the rest computed in one pass."""

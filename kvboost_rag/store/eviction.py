@@ -26,8 +26,9 @@ class Worth:
 class Entry:
     """What a policy may look at. Times are ticks of the store's own clock, which only counts uses.
 
-    A tier that keeps its entries elsewhere (a table of files) needs these as columns, and one `Policy` in memory: fill
-    an entry, call `touch` at a use and write `rank` back. `victims` then says what to delete.
+    A tier that keeps its entries elsewhere (a table of files) needs `nbytes`, `created`, `last_used`, `uses`, `name`,
+    `rank` and `heat` as columns, and one `Policy` in memory: fill an entry, call `touch` at a use and write `rank` and
+    `heat` back. `victims` then says what to delete.
 
     Attributes:
         nbytes: size.
@@ -36,8 +37,7 @@ class Entry:
         uses: how often that happened.
         name: key of the chunk, for policies that remember what left.
         worth: see there.
-        rank: free for the policy.
-        credit: free for the policy.
+        rank, heat: free for the policy.
         queued: whether it waits for eviction; only `EvictionQueue` writes it.
         ticket: which node of the heap is the entry's; only `EvictionQueue` writes it.
     """
@@ -49,7 +49,7 @@ class Entry:
     name: str = ""
     worth: Worth = Worth()
     rank: float = 0.0
-    credit: int = 0
+    heat: float = 0.0
     queued: bool = False
     ticket: int = 0
 

@@ -1,4 +1,4 @@
-"""Eviction policies beyond LRU: GDSF, LFU, S3-FIFO, and the importance of the KVBoost paper."""
+"""Eviction policies beyond LRU: GDSF, LFU, S3-FIFO, and the importance of the KVBoost paper; and which runs by name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
 from ..config import Eviction
+from .duel import Duel
 from .eviction import LRU, Entry, Policy
 
+HALF_LIFE = 32  # rise of the clock, in units of one use, by which GDSF counts a use half
+GHOSTS = 4  # budgets' worth of evicted chunks that GDSF remembers
 RECENT = 8  # chunks that the importance policy does not evict while there are others
 SMALL_SHARE = 0.1  # of the budget, for chunks that S3-FIFO has yet to see used again
 MAX_CREDIT = 3  # laps that S3-FIFO spares an entry for its uses
@@ -25,18 +28,34 @@ class LFU(Policy):
 class GDSF(Policy):
     """Greedy dual size frequency: the least seconds saved per byte, times uses, over a clock that rises.
 
-    The clock is the key of what was evicted last. A use lifts an entry to the clock plus what it is worth, so an entry
-    that is not used any more is caught up with, however popular it was.
+    The clock is the highest key that was evicted. A use lifts an entry to the clock plus what it is worth, so an entry
+    that is not used any more is caught up with, however popular it was. Two things are not in the source. Uses fade
+    while the clock rises. And what was evicted is remembered by name for a while, so that a chunk that comes back
+    continues where it was, which one that is only ever seen once cannot.
 
     Source: L. Cherkasova, Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy, 1998.
+
+    Args:
+        ghost_bytes: size of the evicted chunks that are remembered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ghost_bytes: int = 0) -> None:
         self.clock = 0.0
+        self._ghosts: OrderedDict[str, tuple[float, float, int]] = OrderedDict()  # heat, clock and bytes by name
+        self._ghost_bytes, self._ghost_bytes_limit = 0, ghost_bytes
 
     def touch(self, entry: Entry, now: int) -> Iterable[Entry]:
         """Lift the entry to the clock."""
-        entry.rank = self.clock + entry.uses * entry.saved_per_byte
+        worth = entry.saved_per_byte
+        if entry.uses > 1:
+            heat, at = entry.heat, entry.rank - entry.heat * worth
+        else:
+            heat, at, nbytes = self._ghosts.pop(entry.name, (0.0, self.clock, 0))
+            self._ghost_bytes -= nbytes
+        if worth > 0:
+            heat *= 0.5 ** (max(self.clock - at, 0.0) / (worth * HALF_LIFE))
+        entry.heat = min(1 + heat, HALF_LIFE)  # a hotter one would fade faster than the clock rises: its key would fall
+        entry.rank = max(self.clock + entry.heat * worth, entry.rank)
         return ()
 
     def key(self, entry: Entry) -> float:
@@ -45,8 +64,14 @@ class GDSF(Policy):
 
     def left(self, entry: Entry, *, evicted: bool) -> None:
         """The clock rises to what was evicted."""
-        if evicted:
-            self.clock = max(self.clock, entry.rank)
+        if not evicted:
+            return
+        at = entry.rank - entry.heat * entry.saved_per_byte
+        self.clock = max(self.clock, entry.rank)
+        self._ghosts[entry.name] = (entry.heat, at, entry.nbytes)
+        self._ghost_bytes += entry.nbytes
+        while self._ghost_bytes > self._ghost_bytes_limit:
+            self._ghost_bytes -= self._ghosts.popitem(last=False)[1][2]
 
 
 class S3FIFO(Policy):
@@ -73,7 +98,7 @@ class S3FIFO(Policy):
     def touch(self, entry: Entry, now: int) -> Iterable[Entry]:
         """Count a use, or let a new entry in; the oldest of a small queue that is too full are due."""
         if entry.uses > 1:
-            entry.credit = min(entry.credit + 1, MAX_CREDIT)
+            entry.heat = min(entry.heat + 1, MAX_CREDIT)
             return ()
         self._ticks += 1
         if (nbytes := self._ghosts.pop(entry.name, None)) is not None:
@@ -91,13 +116,13 @@ class S3FIFO(Policy):
 
     def spare(self, entry: Entry) -> bool:
         """Whether the entry was used since it came, or since its last lap."""
-        if not entry.credit:
+        if not entry.heat:
             return False
         if entry.rank < 0 or entry.rank > _FAR:
             self._leave_small(entry)
-            entry.credit = 0
+            entry.heat = 0
         else:
-            entry.credit -= 1
+            entry.heat -= 1
         self._ticks += 1
         entry.rank = self._ticks
         return True
@@ -165,7 +190,7 @@ class Importance(Policy):
 
 
 POLICIES: Mapping[Eviction, Callable[[int], Policy]] = {
-    "gdsf": lambda budget_bytes: GDSF(),
+    "gdsf": lambda budget_bytes: Duel(budget_bytes, [LRU(), GDSF(GHOSTS * budget_bytes)]),
     "lru": lambda budget_bytes: LRU(),
     "s3fifo": S3FIFO,
     "importance": lambda budget_bytes: Importance(),
