@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .costs import CostModel
+from .errors import ConfigError
 from .repair import Recipe
 from .tracing import Asked, Event
 
@@ -40,6 +41,19 @@ class Shape:
     tokens: int = 220
     spread: float = 0.9
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {
+            "requests": 1,
+            "per_request": 1,
+            "documents": 12 * self.per_request,
+            "zipf": 0,
+            "tokens": 24,
+            "seed": 0,
+        }
+        for name, low in least.items():
+            if not (value := getattr(self, name)) >= low:
+                raise ConfigError(f"{name} is {value!r}; a made-up trace needs at least {low}")
 
 
 class _Maker:
