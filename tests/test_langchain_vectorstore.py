@@ -17,9 +17,9 @@ from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore, VectorStoreRetriever
 
 from kvboost_rag import ConfigError, Engine, EngineConfig, PromptError
+from kvboost_rag.frameworks.records import Records, shingles
 from langchain_kvboost import ChatKVBoost
 from langchain_kvboost.documents import stored_documents, warm_documents
-from langchain_kvboost.records import Records, shingles
 from langchain_kvboost.vectorstores import KVBoostVectorStore
 from tests.tiny import engine_of, text
 

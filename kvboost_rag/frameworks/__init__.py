@@ -3,10 +3,22 @@
 Needs pydantic, which every framework brings.
 """
 
-from .documents import BATCH_DOCUMENTS, TextWarmer, add_reports, check_engine, progress, size_of, text_key, untorn
+from .documents import (
+    BATCH_DOCUMENTS,
+    TextWarmer,
+    add_reports,
+    awarm_all,
+    check_engine,
+    progress,
+    size_of,
+    text_key,
+    untorn,
+    warm_all,
+)
 from .engines import loaded_engine, release_engines, shared_engine
 from .options import CALL_FIELDS, SAMPLING_FIELDS, STRICT, EngineOptions, Reuse
 from .ordering import PrefixOrders
+from .records import Records, Turns
 from .turns import Asked, ReplyPieces, ask, ask_text, warm_tools
 from .usage import cached_tokens, finish_reason, reuse_of
 from .waiting import finished, off_loop, settled
@@ -19,12 +31,15 @@ __all__ = [
     "Asked",
     "EngineOptions",
     "PrefixOrders",
+    "Records",
     "ReplyPieces",
     "Reuse",
     "TextWarmer",
+    "Turns",
     "add_reports",
     "ask",
     "ask_text",
+    "awarm_all",
     "cached_tokens",
     "check_engine",
     "finish_reason",
@@ -39,5 +54,6 @@ __all__ = [
     "size_of",
     "text_key",
     "untorn",
+    "warm_all",
     "warm_tools",
 ]

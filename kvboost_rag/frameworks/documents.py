@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from ..engine import Engine
 from ..errors import ConfigError, PromptError
 from ..stats import WarmReport
+from .waiting import off_loop
 
 BATCH_DOCUMENTS = 32  # several packs of the engine; an async call can be cancelled between two batches
 TAIL_CHARACTERS = 48  # of a text: enough to see how its last word becomes tokens
@@ -77,6 +78,35 @@ class TextWarmer:
             return text
         longer = self._engine.tokenize(tail + self._separator)
         return text + self._separator if _shared(longer, met) > _shared(alone, met) else text
+
+
+def warm_all(warmer: TextWarmer, texts: Iterable[str], *, total: int | None, show_progress: bool) -> WarmReport:
+    """Warm texts batch by batch, and never hold them as a whole. Batches that were warmed before an error stay warm.
+
+    Args:
+        warmer: warms each batch.
+        texts: rendered documents.
+        total: how many, if that is known.
+        show_progress: draw a progress bar.
+    """
+    report = warmer.warm([])  # bad arguments raise before the first text is asked for
+    with progress(total, show_progress) as bar:
+        for count, batch in warmer.batches(texts):
+            report = add_reports(report, warmer.warm(batch))
+            bar.update(count)
+    return report
+
+
+async def awarm_all(warmer: TextWarmer, texts: Iterable[str], *, total: int | None, show_progress: bool) -> WarmReport:
+    """`warm_all` off the event loop. Cancelling the task ends it after the batch that is running."""
+    report = await off_loop(lambda: warmer.warm([]))
+    batches = warmer.batches(texts)
+    with progress(total, show_progress) as bar:
+        while (found := await off_loop(lambda: next(batches, None))) is not None:
+            count, batch = found
+            report = add_reports(report, await off_loop(lambda batch=batch: warmer.warm(batch)))  # type: ignore[misc]
+            bar.update(count)
+    return report
 
 
 def check_engine(engine: object) -> None:

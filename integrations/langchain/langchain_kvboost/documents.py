@@ -12,7 +12,7 @@ from langchain_core.prompts import BasePromptTemplate, format_document
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from kvboost_rag import ConfigError, Engine, PromptError, WarmReport
-from kvboost_rag.frameworks import BATCH_DOCUMENTS, TextWarmer, add_reports, off_loop, progress, size_of, untorn
+from kvboost_rag.frameworks import BATCH_DOCUMENTS, TextWarmer, awarm_all, size_of, untorn, warm_all
 
 DocumentPrompt: TypeAlias = BasePromptTemplate[Any] | Callable[[Document], str]
 
@@ -53,12 +53,7 @@ def warm_documents(
     warmer = DocumentWarmer(
         engine, document_prompt=document_prompt, separator=separator, namespace=namespace, batch_size=batch_size
     )
-    report = warmer.warm([])  # bad arguments raise before the first document is asked for
-    with progress(size_of(docs), show_progress) as bar:
-        for count, texts in warmer.batches_of(docs):
-            report = add_reports(report, warmer.warm(texts))
-            bar.update(count)
-    return report
+    return warm_all(warmer, map(warmer.render, docs), total=size_of(docs), show_progress=show_progress)
 
 
 async def awarm_documents(
@@ -75,14 +70,7 @@ async def awarm_documents(
     warmer = DocumentWarmer(
         engine, document_prompt=document_prompt, separator=separator, namespace=namespace, batch_size=batch_size
     )
-    report = await off_loop(lambda: warmer.warm([]))
-    batches = warmer.batches_of(docs)
-    with progress(size_of(docs), show_progress) as bar:
-        while (batch := await off_loop(lambda: next(batches, None))) is not None:
-            count, texts = batch
-            report = add_reports(report, await off_loop(lambda texts=texts: warmer.warm(texts)))  # type: ignore[misc]
-            bar.update(count)
-    return report
+    return await awarm_all(warmer, map(warmer.render, docs), total=size_of(docs), show_progress=show_progress)
 
 
 def stored_documents(vector_store: VectorStore) -> Iterator[Document]:

@@ -15,7 +15,7 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import VectorStore
 
 from kvboost_rag import EngineClosedError, PromptError, WarmReport
-from kvboost_rag.frameworks import add_reports, off_loop, progress, settled
+from kvboost_rag.frameworks import Records, Turns, add_reports, off_loop, progress, settled
 
 from .documents import (
     DocumentWarmer,
@@ -27,7 +27,6 @@ from .documents import (
     stored_documents,
     vector_count,
 )
-from .records import Records, Turns
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from zlib import crc32
 
-from kvboost_rag import ConfigError
-from kvboost_rag.frameworks import text_key
+from ..errors import ConfigError
+from .documents import text_key
 
 REMEMBERED_GROUPS = 4  # per text: a text warmed again may keep chunks of an earlier call
 SHINGLE_WORDS = 5
