@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .calibration import Calibration, Calibrator, measure_costs, recipe_of
@@ -10,15 +11,16 @@ from .chunking import BreakFinder
 from .chunks import as_ids
 from .config import PACK_SEPARATOR, EngineConfig
 from .fingerprints import fingerprint
+from .gate import CodecCheck, check_codec, check_rotation
 from .keeping import Keeper
 from .library import Library
-from .model_spec import inspect_model
+from .model_spec import inspect_model, key_bias
 from .prefill import Executor
 from .prompts import PromptEncoder
 from .runner import ModelRunner
 from .selfcheck import SelfCheck, check_full_pass, self_check
 from .serving import Serving
-from .store import KVShape, codec_of
+from .store import KVShape, codec_for
 from .warming import Warmer
 
 
@@ -29,6 +31,8 @@ class Parts:
     Attributes:
         checked: what the self-check measured; None if nothing is reused.
         calibration: what `selector="auto"` chose from; None if there was nothing to choose.
+        codec: name of the form that KV is stored in.
+        codec_check: what that form loses; None if nothing.
     """
 
     fingerprint: str
@@ -39,6 +43,8 @@ class Parts:
     serving: Serving
     checked: SelfCheck | None
     calibration: Calibration | None
+    codec: str
+    codec_check: CodecCheck | None
 
 
 def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
@@ -48,22 +54,30 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
         UnsupportedModelError: the model cannot be served in ``config.reuse``.
     """
     spec = inspect_model(model)
+    codec = codec_for(config.kv_bits)
+    if not codec.lossless:
+        check_rotation(spec, config.kv_bits)
     runner = ModelRunner(model, spec)
     rope, checked = None, None
     if config.reuse == "off":
         check_full_pass(runner)
     else:
         rope, checked = self_check(runner, moving=config.reuse == "approximate")
+    if rope is not None:
+        rope.bias_from = partial(key_bias, model, spec)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     encoder = PromptEncoder(tokenizer, markers=config.markers, vocabulary=vocabulary)
-    identity = fingerprint(model, tokenizer)
+    identity = fingerprint(model, tokenizer, codec.name)
     library = Library(config.ram_budget_bytes, int(config.served_share * config.ram_budget_bytes))
     executor = Executor(runner, rope)
+    checked_codec = None
+    if not codec.lossless:
+        checked_codec = check_codec(executor, None if tokenizer is None else encoder, config, codec, identity)
     keeper = Keeper(
         library,
         None if tokenizer is None else BreakFinder(encoder.piece),
         config,
-        codec=codec_of("plain"),
+        codec=codec,
         shape=KVShape(spec.layers, spec.kv_heads, spec.head_dim, spec.value_dim, spec.dtype),
         rope=rope,
         window_tokens=spec.window_tokens,
@@ -71,7 +85,7 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
     separator = as_ids([]) if tokenizer is None else encoder.encode_text(PACK_SEPARATOR)
     warmer = Warmer(executor, keeper, config, separator=separator, window_tokens=spec.window_tokens)
     recipe, calibration = recipe_of(config), None
-    costs = None if rope is None else measure_costs(runner, rope)
+    costs = None if rope is None else measure_costs(runner, rope, codec)
     if costs is not None and tokenizer is not None and config.selector == "auto":
         calibration = Calibrator(executor, encoder, config).choose(recipe, identity, token_s=costs.token_s)
     serving = Serving(
@@ -83,5 +97,17 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
         config,
         recipe=calibration.recipe if calibration else recipe,
         costs=costs if config.fallback else None,
+        lossy=not codec.lossless,
     )
-    return Parts(identity, spec.window_tokens, encoder, library, warmer, serving, checked, calibration)
+    return Parts(
+        identity,
+        spec.window_tokens,
+        encoder,
+        library,
+        warmer,
+        serving,
+        checked,
+        calibration,
+        codec.name,
+        checked_codec,
+    )

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,13 +19,14 @@ from .config import PACK_SEPARATOR, EngineConfig
 from .costs import CostModel
 from .hf import cache_over
 from .index import ChunkIndex
-from .kv import KVRun
+from .kv import StoredRun
 from .planner import make_plan
 from .prefill import Executor
 from .prompts import PromptEncoder
 from .repair import Recipe
 from .rope import Rope
 from .runner import ModelRunner
+from .store import Codec, codec_for
 
 SHORT_ROWS, LONG_ROWS = 4, 64
 ATTENTION_PENALTY = 1.5  # attention reaches a lower share of the arithmetic peak than the linear layers do
@@ -37,7 +38,7 @@ MARGIN = 0.75  # two prompts are a small sample: the default stays unless anothe
 _VERSION = 2
 
 
-def measure_costs(runner: ModelRunner, rope: Rope | None) -> CostModel:
+def measure_costs(runner: ModelRunner, rope: Rope | None, codec: Codec) -> CostModel:
     """Time two small passes and one move. A second on a small model, a few on a large one."""
     spec = runner.spec
     short, long = _pass_seconds(runner, SHORT_ROWS), _pass_seconds(runner, LONG_ROWS)
@@ -48,7 +49,7 @@ def measure_costs(runner: ModelRunner, rope: Rope | None) -> CostModel:
         pass_s=max(short - SHORT_ROWS * token_s, 0.0),
         token_s=token_s,
         pair_s=pair_s,
-        move_s=0.0 if rope is None else _move_seconds(runner, rope),
+        move_s=0.0 if rope is None else _move_seconds(runner, rope, codec),
     )
 
 
@@ -100,7 +101,7 @@ class Calibrator:
         if base.strategy != "cacheblend" or not 0 < base.ratio < 1:
             return None
         path = self._path(fingerprint, base)
-        known = _read(path)
+        known = read_scores(path, set(map(_name, CANDIDATES)))
         if known is not None:
             return Calibration(_with(base, _best(known)), known)
         prompts = [self._prompt(number) for number in range(len(ORDERS))]
@@ -109,7 +110,7 @@ class Calibrator:
         if too_slow or max(len(p) for p in prompts) + ANSWER_TOKENS > self._runner.spec.window_tokens:
             return None
         scores = self._measure(base, prompts)
-        _write(path, scores)
+        write_scores(path, scores)
         return Calibration(_with(base, _best(scores)), scores)
 
     def _prompt(self, number: int) -> IntArray:
@@ -133,8 +134,9 @@ class Calibrator:
                 scores[_name(candidate)] += kl * done.charged / len(ids) / len(prompts)
         return scores
 
-    def _warm(self) -> tuple[ChunkIndex, dict[str, KVRun]]:
+    def _warm(self) -> tuple[ChunkIndex, dict[str, StoredRun]]:
         index, stored = ChunkIndex(), {}
+        codec = codec_for(self._config.kv_bits)  # what it loses adds to what repair leaves
         separator = self._encoder.encode_text(PACK_SEPARATOR)
         documents = [self._encoder.encode_text(passage) for passage in PASSAGES]
         growing = self._executor.grow(2 * sum(map(len, documents)))
@@ -143,7 +145,7 @@ class Calibrator:
             if number:
                 header = ChunkHeader.of(_SCOPE, ids, base=start, history=growing.ids[:start], origin="warm")
                 index.add(header)
-                stored[header.key] = growing.kv.take(start, start + len(ids))
+                stored[header.key] = codec.encode(growing.kv, start, start + len(ids), self._executor.rope)
         return index, stored
 
     def _path(self, fingerprint: str, base: Recipe) -> Path | None:
@@ -171,18 +173,18 @@ def _with(base: Recipe, name: str) -> Recipe:
     return replace(base, selector=selector, offset=float(offset))
 
 
-def _read(path: Path | None) -> dict[str, float] | None:
+def read_scores(path: Path | None, names: Set[str]) -> dict[str, float] | None:
     """Scores of an earlier load; None if there are none, or none that can be trusted."""
     try:
         found = json.loads(path.read_text()) if path is not None else {}
-        if found.get("version") != _VERSION or set(found["scores"]) != set(map(_name, CANDIDATES)):
+        if found.get("version") != _VERSION or set(found["scores"]) != names:
             return None
         return {name: float(score) for name, score in found["scores"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _write(path: Path | None, scores: Mapping[str, float]) -> None:
+def write_scores(path: Path | None, scores: Mapping[str, float]) -> None:
     """Remember scores; a folder that cannot be written only means measuring again next time."""
     if path is None:
         return
@@ -206,11 +208,11 @@ def _pass_seconds(runner: ModelRunner, rows: int) -> float:
     return _best_of(once, runner.spec.device)
 
 
-def _move_seconds(runner: ModelRunner, rope: Rope) -> float:
+def _move_seconds(runner: ModelRunner, rope: Rope, codec: Codec) -> float:
     kv = runner.new_kv(LONG_ROWS, LONG_ROWS)
     kv.keys.zero_()
     kv.values.zero_()
-    run, target = kv.take(0, LONG_ROWS), runner.new_kv(LONG_ROWS, LONG_ROWS)
+    run, target = codec.encode(kv, 0, LONG_ROWS, rope), runner.new_kv(LONG_ROWS, LONG_ROWS)
 
     def once() -> None:
         run.place(target, 0, offset=0, length=LONG_ROWS, delta=7, rope=rope)

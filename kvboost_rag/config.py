@@ -16,6 +16,7 @@ Repair = Literal["none", "selective", "cacheblend"]
 SelectorName = Literal["auto", "deviation", "query"]
 Chunking = Literal["fixed", "semantic", "document"]
 Markers = Literal["text", "refuse"]
+KVBits = Literal[16, 8, 4, "8/4"]
 Eviction = Literal["gdsf", "lru", "s3fifo", "importance"]
 
 PACK_SEPARATOR = "\n\n"  # between two documents of a pack: what most prompt templates put there
@@ -54,6 +55,9 @@ class EngineConfig:
             byte, weighed by its uses and how long ago they were ("gdsf"); the one used longest ago ("lru"); one that
             was never used again ("s3fifo"); the one whose keys have the least norm ("importance", of the KVBoost
             paper).
+        kv_bits: bits of a stored number (docs/store.md): 16 keeps KV as the model produced it, bit for bit; 8, 4 and
+            "8/4" (8-bit keys, 4-bit values) lose a little, which is measured at load, and a model that loses too much
+            is refused. They need `reuse="approximate"`: what they store is never an exact hit.
         namespace: tenant used when a call names none.
         markers: what to do with special-token text inside message content: keep it as plain text, or refuse.
         fallback: use a full prefill when the cost model predicts it to be cheaper.
@@ -78,6 +82,7 @@ class EngineConfig:
     pack_tokens: int = 1536
     ram_budget_bytes: int = 2 << 30
     eviction: Eviction = "gdsf"
+    kv_bits: KVBits = 16
     namespace: str = "default"
     markers: Markers = "text"
     fallback: bool = True
@@ -91,6 +96,7 @@ class EngineConfig:
         _one_of("selector", self.selector, SelectorName)
         _one_of("chunking", self.chunking, Chunking)
         _one_of("markers", self.markers, Markers)
+        _one_of("kv_bits", self.kv_bits, KVBits)
         _one_of("eviction", self.eviction, Eviction)
         _in_range("repair_ratio", self.repair_ratio, 0.0, 1.0)
         _in_range("repair_least_tokens", self.repair_least_tokens, 0, 4096)
@@ -103,6 +109,11 @@ class EngineConfig:
         _in_range("served_share", self.served_share, 0.0, 1.0)
         _in_range("pack_tokens", self.pack_tokens, 0, 1 << 20)
         check_namespace(self.namespace)
+        if self.kv_bits != 16 and self.reuse != "approximate":
+            raise ConfigError(
+                f"kv_bits is {self.kv_bits!r} but reuse is {self.reuse!r}; KV in fewer bits is never what a full "
+                "prefill gives; use kv_bits=16, or reuse='approximate'"
+            )
         if self.chunking == "document" and (self.overlap_tokens or self.sink_tokens):
             raise ConfigError(
                 f"overlap_tokens is {self.overlap_tokens} and sink_tokens is {self.sink_tokens}, but "
@@ -212,7 +223,7 @@ def _stops(stop: object) -> tuple[str, ...]:
 
 def _one_of(name: str, value: object, choices: Any) -> None:
     allowed = get_args(choices)
-    if value not in allowed:
+    if value not in allowed or type(value) not in map(type, allowed):  # 8.0 and True equal whole numbers
         raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(map(repr, allowed))}")
 
 

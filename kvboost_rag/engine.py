@@ -115,7 +115,7 @@ class Engine:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the model as it is now: weights, adapter, tokenizer, rotary frequencies, dtype."""
+        """Identity of the model as it is now: weights, adapter, tokenizer, rotary frequencies, dtype, codec."""
         return self._current_fingerprint()
 
     @property
@@ -350,6 +350,7 @@ class Engine:
         self.checked, self.calibration = parts.checked, parts.calibration
         self._window_tokens = parts.window_tokens
         self._encoder, self._library = parts.encoder, parts.library
+        self._codec, self.codec_check = parts.codec, parts.codec_check
         self._warmer, self._serving = parts.warmer, parts.serving
 
     def _current_fingerprint(self) -> str:
@@ -360,7 +361,7 @@ class Engine:
                 self._library.clear()
                 self._assemble()
             elif state not in self._fingerprints:
-                self._fingerprints[state] = fingerprint(self.model, self.tokenizer)
+                self._fingerprints[state] = fingerprint(self.model, self.tokenizer, self._codec)
                 if len(self._fingerprints) > REMEMBERED:
                     self._fingerprints.popitem(last=False)
             return self._fingerprints[state]

@@ -12,9 +12,11 @@ import xxhash
 SAMPLE = 16  # numbers of each weight that are compared at every request
 
 
-def fingerprint(model: Any, tokenizer: Any) -> str:
-    """Identity of weights, adapters, tokenizer, RoPE and dtype; canonical across processes and machines."""
+def fingerprint(model: Any, tokenizer: Any, codec: str = "plain") -> str:
+    """Identity of weights, adapters, tokenizer, RoPE, dtype and codec; canonical across processes and machines."""
     h = xxhash.xxh3_128(b"kvboost-rag 1")
+    if codec != "plain":
+        h.update(f"codec {codec}".encode())
     config = model.config.to_dict()
     for volatile in ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache"):
         config.pop(volatile, None)

@@ -89,6 +89,23 @@ def inspect_model(model: Any) -> ModelSpec:
     )
 
 
+def key_bias(model: Any, spec: ModelSpec) -> torch.Tensor | None:
+    """What the model adds to every key before it turns it, float32 ``(layers, kv_heads, 1, head_dim)``.
+
+    None where that is nothing, or no constant: a norm of keys behind the projection scales the bias by the token.
+    Whoever takes it off must put the same back: then a layer that is read wrongly costs precision, not truth.
+    """
+    found = []
+    for layer in getattr(model.get_decoder(), "layers", ()):
+        attention = getattr(layer, "self_attn", None)
+        bias = getattr(getattr(attention, "k_proj", None), "bias", None)
+        normed = any(getattr(attention, name, None) is not None for name in ("k_norm", "k_layernorm"))
+        if bias is None or normed or bias.numel() != spec.kv_heads * spec.head_dim:
+            return None
+        found.append(bias.detach().to(torch.float32).view(spec.kv_heads, 1, spec.head_dim))
+    return torch.stack(found) if len(found) == spec.layers else None
+
+
 def _layer_plan(config: Any) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
     window = getattr(config, "sliding_window", None)
     names = getattr(config, "layer_types", None)

@@ -24,7 +24,9 @@ class Segment:
         key: chunk that serves the segment; None for "compute".
         offset: first token inside that chunk.
         delta: how far the keys move, in positions; 0 for exact segments.
-        settled: whether an approximate segment was repaired at this very place when it was served before.
+        settled: whether an approximate segment needs no repair: it was repaired at this very place when it was served
+            before, or it is `lossy`.
+        lossy: whether an approximate segment would be an exact hit, had its codec lost nothing.
     """
 
     kind: Kind
@@ -34,6 +36,7 @@ class Segment:
     offset: int = 0
     delta: int = 0
     settled: bool = False
+    lossy: bool = False
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -73,8 +76,8 @@ class Plan:
 
     @property
     def pure_until(self) -> int:
-        """Position up to which everything computed sees only exact KV."""
-        return next((s.start for s in self.segments if s.kind == "approximate"), self.prompt_tokens)
+        """Position up to which everything computed sees only KV of its own history, exact but for a codec's loss."""
+        return next((s.start for s in self.segments if s.kind == "approximate" and not s.lossy), self.prompt_tokens)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -88,6 +91,8 @@ def make_plan(
     approximate: Sequence[Hit] = (),
     headers: Mapping[str, ChunkHeader] | None = None,
     served: Hit | None = None,
+    *,
+    lossy: bool = False,
 ) -> Plan:
     """Tile a prompt with hits; whatever no hit covers, and always the last token, is computed.
 
@@ -97,12 +102,16 @@ def make_plan(
         approximate: hits behind these, ascending, not overlapping.
         headers: of all approximate hits.
         served: hit from e on that is not repaired again.
+        lossy: whether chunks lost something when they were stored, so that no hit is exact.
     """
     last = prompt_tokens - 1
     segments: list[Segment] = []
     for hit in exact:
         if hit.start < last:
-            segments.append(Segment("exact", hit.start, min(hit.end, last), hit.key, hit.offset))
+            where = (hit.start, min(hit.end, last), hit.key, hit.offset)
+            segments.append(
+                Segment("approximate", *where, settled=True, lossy=True) if lossy else Segment("exact", *where)
+            )
     if served is not None and served.start < last:
         end = min(served.end, last)
         segments.append(Segment("approximate", served.start, end, served.key, served.offset, settled=True))

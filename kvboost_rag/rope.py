@@ -9,7 +9,7 @@ Source: RoFormer (arXiv 2104.09864) §3.2. Exact up to rounding: a move is the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,13 +35,30 @@ class RopeGroup:
 
 
 class Rope:
-    """The rotations of all layers of a model."""
+    """The rotations of all layers of a model.
 
-    def __init__(self, groups: Sequence[RopeGroup], num_layers: int) -> None:
+    Args:
+        groups: layers by rotation.
+        num_layers: of the model.
+        bias_from: reads `key_bias` from the model.
+    """
+
+    def __init__(
+        self, groups: Sequence[RopeGroup], num_layers: int, bias_from: Callable[[], torch.Tensor | None] | None = None
+    ) -> None:
         self.groups = tuple(groups)
+        self.bias_from = bias_from
         self.group_of: dict[int, RopeGroup] = {layer: g for g in self.groups for layer in g.layers}
         if sorted(layer for g in self.groups for layer in g.layers) != list(range(num_layers)):
             raise ValueError("every layer must belong to exactly one rotary group")
+
+    @property
+    def key_bias(self) -> torch.Tensor | None:
+        """What the model adds to every key before it turns it, float32 ``(layers, kv_heads, 1, head_dim)``, or None.
+
+        Read anew each time: adapters may change it. Moving does not need it; codecs store keys without it.
+        """
+        return None if self.bias_from is None else self.bias_from()
 
     def move(self, keys: torch.Tensor, delta: int, out: torch.Tensor) -> None:
         """Write keys moved by ``delta`` positions into ``out``.
@@ -56,11 +73,16 @@ class Rope:
             return
         for group in self.groups:
             source, target = _layers_of(keys, group.layers), _layers_of(out, group.layers)
-            moved = target if _is_view(group.layers) else torch.empty_like(source)
+            moved = target if _is_view(group.layers) else torch.empty_like(source, dtype=out.dtype)
             cos, sin = _angles(group.inv_freq, torch.tensor([delta], dtype=torch.float64))
             _turn(source, cos, sin, group.layout, moved)
             if moved is not target:
                 out[list(group.layers)] = moved
+
+    def angles(self, positions: torch.Tensor) -> Angles:
+        """What turns the keys of all layers to ``positions`` ``(seq,)``, and back."""
+        wide = positions.to(torch.float64)
+        return Angles([(group, *_angles(group.inv_freq, wide)) for group in self.groups])
 
     def tables(self, layer: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``cos`` and ``sin`` of a layer at ``positions`` ``(seq,)``; each float32 ``(seq, m)``."""
@@ -70,6 +92,34 @@ class Rope:
         """``x`` ``(…, seq, head_dim)`` turned by tables of `tables`; pass ``-sin`` to turn back."""
         out = torch.empty_like(x)
         _turn(x, cos, sin, self.group_of[layer].layout, out)
+        return out
+
+
+class Angles:
+    """Cosines and sines of all layers at given positions."""
+
+    def __init__(self, tables: Sequence[tuple[RopeGroup, torch.Tensor, torch.Tensor]]) -> None:
+        self._tables = tables
+
+    def rotate(self, keys: torch.Tensor, out: torch.Tensor, part: slice = slice(None)) -> None:
+        """Write keys without a position, turned to the positions, into ``out``.
+
+        Args:
+            keys: float32 ``(layers, kv_heads, seq, head_dim)``.
+            out: same shape, any floating dtype; must not overlap ``keys``.
+            part: which of the positions; as many as ``seq``.
+        """
+        for group, cos, sin in self._tables:
+            source, target = _layers_of(keys, group.layers), _layers_of(out, group.layers)
+            _turn(source, cos[part], sin[part], group.layout, target)
+            if not _is_view(group.layers):
+                out[list(group.layers)] = target
+
+    def unrotate(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys ``(layers, kv_heads, seq, head_dim)`` of the positions without them, float32."""
+        source = keys.to(torch.float32)
+        out = torch.empty_like(source)
+        Angles([(group, cos, -sin) for group, cos, sin in self._tables]).rotate(source, out)
         return out
 
 
@@ -93,7 +143,7 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Layout,
     if x.shape[-1] > rotary:
         out[..., rotary:] = x[..., rotary:]
     a, b = x[..., first], x[..., second]
-    if x.dtype == torch.float32:
+    if x.dtype == out.dtype == torch.float32:
         # Written in place: this runs over every reused token of every layer.
         torch.mul(a, cos, out=out[..., first]).addcmul_(b, sin, value=-1)
         torch.mul(b, cos, out=out[..., second]).addcmul_(a, sin)

@@ -147,9 +147,11 @@ class Serving:
         *,
         recipe: Recipe,
         costs: CostModel | None,
+        lossy: bool = False,
     ) -> None:
         self._runner, self._executor, self._library, self._keeper = runner, executor, library, keeper
         self._tokenizer, self._config, self.recipe, self.costs = tokenizer, config, recipe, costs
+        self._lossy = lossy  # whether chunks lose something when they are stored
 
     def prefill(self, request: Request, *, room: int = 0) -> Served:
         """Fill a cache with the prompt."""
@@ -213,13 +215,13 @@ class Serving:
             return
         n = len(request.ids)
         kv = served.executed.kv
-        if served.plan.tokens("approximate"):
+        pure = served.plan.pure_until == n
+        if not pure:
             self._keep_served(request, served, answer)
         if not served.new:
             return
         end = n
         new = list(served.new)
-        pure = not served.plan.tokens("approximate")
         if pure and new[-1][1] == n:
             end = min(*kv.lengths, n + len(answer))  # a cancelled step may have reached some layers only
             new[-1] = (new[-1][0], end)
@@ -255,12 +257,19 @@ class Serving:
             return make_plan(n, ()), reason, ()
         # Text already stored is looked up even when this call may not use it, so that it is not stored again.
         match = self._library.match(request.scope, request.ids, approximate=self._config.reuse == "approximate")
-        full = make_plan(n, match.exact, match.approximate, match.headers, match.served)
         new = _gaps(n, [(hit.start, hit.end) for hit in match.hits])
+        # What cannot be repaired has no place in a prompt that is to equal a full prefill.
+        whole = self._lossy and recipe.everything
+        exact, settled = ((), None) if whole else (match.exact, match.served)
+        full = make_plan(n, exact, match.approximate, match.headers, settled, lossy=self._lossy)
         if request.reuse == "exact":
-            return without_approximate(full), None, new
+            return without_approximate(full), self._no_exact if self._lossy and match.exact else None, new
         too_dear = self._fallback(full, recipe) if full.runs else None
         return (full if too_dear is None else without_approximate(full)), too_dear, new
+
+    @property
+    def _no_exact(self) -> str:
+        return f"nothing stored with kv_bits={self._config.kv_bits!r} is exact"
 
     def _fallback(self, plan: Plan, recipe: Recipe) -> str | None:
         if self.costs is None or not self._config.fallback:

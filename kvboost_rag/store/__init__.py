@@ -1,6 +1,6 @@
 """Where chunks live: tiers behind one small interface."""
 
-from .codec import Codec, KVShape, codec_of
+from .codec import Codec, KVShape, codec_for, codec_of
 from .eviction import LRU, Entry, Policy
 from .memory import MemoryStore, Reservation
 from .tier import Chunk, StoreStats, Tier
@@ -16,5 +16,6 @@ __all__ = [
     "Reservation",
     "StoreStats",
     "Tier",
+    "codec_for",
     "codec_of",
 ]

@@ -1,60 +1,20 @@
-"""How KV lies in the store: a codec turns slots of a request's cache into a `StoredRun`, and loads it again.
-
-A codec holds no state, so one of a name serves every model and every thread. A tier that keeps bytes writes
-`StoredRun.tensors` and `StoredRun.metadata` beside the codec's name, and asks `codec_of(name).load` for the run again.
-"""
+"""The codecs there are, by name and by `EngineConfig.kv_bits`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from ..config import KVBits
 from ..kv import KVRun, RequestKV, StoredRun
 from ..rope import Rope
+from .codec_base import Codec, KVShape, named
+from .quantised import QuantisedCodec
 
-
-@dataclass(frozen=True, slots=True)
-class KVShape:
-    """Shape of one token's KV in a model."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: torch.dtype
-
-
-class Codec(Protocol):
-    """A form that KV is stored in."""
-
-    @property
-    def name(self) -> str:
-        """What stored runs say they were made by. Another layout of tensors needs another name."""
-        ...
-
-    @property
-    def lossless(self) -> bool:
-        """Whether `StoredRun.place` gives back, bit for bit, what was encoded."""
-        ...
-
-    def encode(self, kv: RequestKV, start: int, end: int, rope: Rope | None) -> StoredRun:
-        """A detached run of slots ``[start, end)``, whose positions are their numbers."""
-        ...
-
-    def load(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> StoredRun:
-        """A run over tensors that were written before; they are neither copied nor read.
-
-        Raises:
-            ValueError: they do not fit together or are not of this codec.
-        """
-        ...
-
-    def nbytes(self, shape: KVShape, tokens: int) -> int:
-        """Bytes that `encode` will need for so many tokens."""
-        ...
+__all__ = ["Codec", "KVShape", "PlainCodec", "codec_for", "codec_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +45,19 @@ class PlainCodec:
         return tokens * per_token * shape.dtype.itemsize
 
 
-def named(tensors: Mapping[str, torch.Tensor], *names: str) -> list[torch.Tensor]:
-    """The tensors of these names.
+# Groups of 8-bit keys may be long: their step is fine enough, and least values and steps cost bytes.
+_BY_BITS: dict[KVBits, Codec] = {
+    16: PlainCodec(),
+    8: QuantisedCodec("int8", key_bits=8, value_bits=8, key_group=128),
+    "8/4": QuantisedCodec("int8-int4", key_bits=8, value_bits=4, key_group=128),
+    4: QuantisedCodec("int4", key_bits=4, value_bits=4, key_group=40),
+}
+_BY_NAME: dict[str, Codec] = {codec.name: codec for codec in _BY_BITS.values()}
 
-    Raises:
-        ValueError: one is missing, or there are others.
-    """
-    if set(tensors) != set(names):
-        raise ValueError(f"the tensors are {', '.join(sorted(tensors))}; expected {', '.join(sorted(names))}")
-    return [tensors[name] for name in names]
 
-
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (PlainCodec(),)}
+def codec_for(kv_bits: KVBits) -> Codec:
+    """The codec of `EngineConfig.kv_bits`."""
+    return _BY_BITS[kv_bits]
 
 
 def codec_of(name: str) -> Codec:
@@ -105,6 +66,6 @@ def codec_of(name: str) -> Codec:
     Raises:
         ValueError: there is none, for instance because a newer version wrote it.
     """
-    if name not in _CODECS:
-        raise ValueError(f"there is no codec {name!r}; known are {', '.join(sorted(_CODECS))}")
-    return _CODECS[name]
+    if name not in _BY_NAME:
+        raise ValueError(f"there is no codec {name!r}; known are {', '.join(sorted(_BY_NAME))}")
+    return _BY_NAME[name]
