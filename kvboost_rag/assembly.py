@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,10 @@ from .runner import ModelRunner
 from .selfcheck import SelfCheck, check_full_pass, self_check
 from .serving import Serving
 from .store import KVShape, codec_for
+from .store.policies import policy_of
+from .tracing import Recorder
 from .warming import Warmer
+from .worth import Appraiser
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,11 @@ class Parts:
     codec_check: CodecCheck | None
 
 
+def _recorder(path: Path | str, config: EngineConfig, appraiser: Appraiser) -> Recorder:
+    about = {"budget_bytes": config.ram_budget_bytes, "eviction": config.eviction}
+    return Recorder(path, about, appraiser.saved_s)
+
+
 def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
     """Check a model and build the parts around it.
 
@@ -68,7 +77,14 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     encoder = PromptEncoder(tokenizer, markers=config.markers, vocabulary=vocabulary)
     identity = fingerprint(model, tokenizer, codec.name)
-    library = Library(config.ram_budget_bytes, int(config.served_share * config.ram_budget_bytes))
+    appraiser = Appraiser(runner, rope, config)
+    library = Library(
+        config.ram_budget_bytes,
+        int(config.served_share * config.ram_budget_bytes),
+        policy=policy_of(config.eviction, config.ram_budget_bytes),
+        worth=appraiser.worth,
+        recorder=None if config.trace_path is None else _recorder(config.trace_path, config, appraiser),
+    )
     executor = Executor(runner, rope)
     checked_codec = None
     if not codec.lossless:
@@ -88,6 +104,8 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
     costs = None if rope is None else measure_costs(runner, rope, codec)
     if costs is not None and tokenizer is not None and config.selector == "auto":
         calibration = Calibrator(executor, encoder, config).choose(recipe, identity, token_s=costs.token_s)
+    recipe = calibration.recipe if calibration else recipe
+    appraiser.costs, appraiser.recipe = costs, recipe
     serving = Serving(
         runner,
         executor,
@@ -95,7 +113,7 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
         keeper,
         tokenizer,
         config,
-        recipe=calibration.recipe if calibration else recipe,
+        recipe=recipe,
         costs=costs if config.fallback else None,
         lossy=not codec.lossless,
     )

@@ -64,6 +64,8 @@ class EngineConfig:
         store_prompts: keep KV of new text first seen inside a prompt.
         served_share: share of `ram_budget_bytes`, 0..1, for prompts made of moved documents, kept as they were served,
             so that the same prompt again, or the next turn of its conversation, needs no repair again; 0 keeps none.
+        trace_path: file to which the sizes and times of every request are appended, without text or token ids, for
+            `kvboost-rag trace simulate`; None records nothing.
         calibration_dir: folder where the choice of `selector="auto"` is remembered per model, so that only the first
             load measures it; None measures at every load.
     """
@@ -88,6 +90,7 @@ class EngineConfig:
     fallback: bool = True
     store_prompts: bool = True
     served_share: float = 0.25
+    trace_path: Path | str | None = None
     calibration_dir: Path | str | None = "~/.cache/kvboost-rag/calibration"
 
     def __post_init__(self) -> None:

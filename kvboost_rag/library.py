@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +13,10 @@ from .chunks import ChunkHeader, Hit, IntArray, Scope
 from .config import ANCHOR_TOKENS
 from .index import ChunkIndex
 from .kv import StoredRun
-from .store import Chunk, MemoryStore, StoreStats
+from .planner import Plan
+from .store import Chunk, MemoryStore, Policy, StoreStats
+from .store.eviction import Worth
+from .tracing import Recorder
 
 Kept = Literal["kept", "present", "refused"]
 
@@ -47,12 +50,22 @@ class Library:
     the store while holding our lock.
     """
 
-    def __init__(self, budget_bytes: int, served_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        served_bytes: int = 0,
+        *,
+        policy: Policy | None = None,
+        worth: Callable[[Chunk[StoredRun]], Worth] | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.recorder = recorder
+        self._worth = worth
         self._served_bytes = served_bytes  # limit of prompts as they were served, within the budget
         self._served: OrderedDict[str, int] = OrderedDict()  # bytes by key, the one used longest ago first
         self._lock = threading.Lock()
         self._index = ChunkIndex()
-        self._store: MemoryStore[StoredRun] = MemoryStore(budget_bytes, on_evict=self._left)
+        self._store: MemoryStore[StoredRun] = MemoryStore(budget_bytes, policy, self._left, worth)
 
     def match(self, scope: Scope, ids: IntArray, *, approximate: bool) -> Match:
         """Find what is stored of ``ids``."""
@@ -122,13 +135,28 @@ class Library:
         if reservation is None:
             return "refused"
         with reservation:
-            if not self._store.put(Chunk(header, take()), reservation):
+            chunk = Chunk(header, take())
+            if not self._store.put(chunk, reservation):
                 return "refused"
         with self._lock:
             self._index.add(header)
+        if self.recorder is not None:
+            key_norm = 0.0 if self._worth is None else self._worth(chunk).importance
+            self.recorder.kept(header, chunk.nbytes, key_norm=key_norm)
         if header.key not in self._store:  # evicted between the two locks
             self._discard(header.key)
         return "kept"
+
+    def used(self, plan: Plan, chunks: Mapping[str, StoredRun]) -> None:
+        """Note in the trace which chunks a plan takes; they are pinned now."""
+        if self.recorder is None:
+            return
+        with self._lock:
+            headers = {key: self._index.get(key) for key in plan.keys}
+        for key, header in headers.items():
+            if header is not None:
+                tokens = sum(len(segment) for segment in plan.segments if segment.key == key)
+                self.recorder.used(header, Chunk(header, chunks[key]).nbytes, tokens)
 
     def has(self, header: ChunkHeader) -> bool:
         """Whether the chunk is stored."""
@@ -149,6 +177,8 @@ class Library:
 
     def delete(self, keys: Sequence[str]) -> int:
         """Forget chunks; returns how many there were."""
+        if self.recorder is not None:
+            self.recorder.dropped(keys)
         return sum(self._store.delete(key) for key in keys)
 
     def clear(self) -> int:

@@ -164,6 +164,7 @@ class Serving:
                 if chunks is None:
                     continue
                 executed = self._execute(request, plan, chunks, room, recipe)
+                self._library.used(plan, chunks)
                 break
         else:
             plan, new = make_plan(len(request.ids), ()), ()
@@ -210,9 +211,14 @@ class Serving:
         return generation, served
 
     def keep(self, request: Request, served: Served, answer: Sequence[int] = ()) -> None:
-        """Store new text of a served prompt, and its answer where the whole history is exact."""
-        if not request.store:
-            return
+        """Store new text of a served prompt, and its answer where the whole history is exact; trace the request."""
+        if request.store:
+            self._keep_new(request, served, answer)
+        if (recorder := self._library.recorder) is not None:
+            n, ran = len(request.ids), served.usage().computed_tokens
+            recorder.served(request.scope.namespace, prompt_tokens=n, computed_tokens=ran, seconds=served.prefill_s)
+
+    def _keep_new(self, request: Request, served: Served, answer: Sequence[int]) -> None:
         n = len(request.ids)
         kv = served.executed.kv
         pure = served.plan.pure_until == n

@@ -198,7 +198,7 @@ def _comes_back(asked: Asked) -> bool:
 
 def _put(store: MemoryStore[Sized], asked: Asked) -> None:
     header = ChunkHeader(asked.name, _SCOPE, _NO_IDS, 0, _NO_IDS, asked.origin)
-    chunk = Chunk(header, Sized(asked.nbytes, Worth(asked.saved_s, asked.key_norm)))
+    chunk = Chunk(header, Sized(asked.nbytes, Worth(asked.saved_s or None, asked.key_norm)))
     reservation = store.reserve(asked.nbytes)
     if reservation is not None:
         with reservation:

@@ -33,7 +33,7 @@ class Asked:
         name: keyed hash of its key.
         tokens, nbytes: of the whole chunk.
         wanted: tokens of it that the prompt holds; 0 if it was only stored.
-        saved_s: seconds that one use of the whole chunk saves.
+        saved_s: seconds that one use of the whole chunk saves; 0 if nobody measured.
         hit: whether it was stored when the trace was recorded; a replay decides for itself.
         origin: see `ChunkHeader`.
         key_norm: mean L2 norm of its keys; 0 if unknown.
@@ -81,13 +81,13 @@ class Recorder:
     Args:
         path: the file; a new session is appended if there is one.
         about: further entries of the session's first line, such as the budget.
-        saved_s: seconds that one use of a chunk saves.
+        saved_s: seconds that one use of a chunk saves; None if nobody measured.
 
     Raises:
         TraceError: the file cannot be written.
     """
 
-    def __init__(self, path: Path | str, about: Mapping[str, Any], saved_s: Callable[[ChunkHeader], float]) -> None:
+    def __init__(self, path: Path | str, about: Mapping[str, Any], saved_s: Callable[[ChunkHeader], float | None]) -> None:
         self._path = Path(path).expanduser()
         self._saved_s = saved_s
         self._salt = secrets.token_bytes(32)
@@ -118,35 +118,30 @@ class Recorder:
         """Write what a call of `warm` stored."""
         self._write(Event("warm", self._now(), self._hash(namespace), (), seconds=seconds))
 
-    def served(
-        self,
-        namespace: str,
-        used: Sequence[tuple[ChunkHeader, int, int]],
-        *,
-        prompt_tokens: int,
-        computed_tokens: int,
-        seconds: float,
-    ) -> None:
-        """Write a request.
+    def used(self, header: ChunkHeader, nbytes: int, tokens: int) -> None:
+        """Note a chunk that served so many tokens of the request that is written next."""
+        with self._lock:
+            self._pending.append(self._asked(header, nbytes, tokens, hit=True))
+
+    def served(self, namespace: str, *, prompt_tokens: int, computed_tokens: int, seconds: float) -> None:
+        """Write a request, with all that was noted since the last event.
 
         Args:
             namespace: the tenant.
-            used: chunks that were hit, their bytes, and how many of their tokens served.
             prompt_tokens: length of the prompt.
             computed_tokens: tokens that ran.
             seconds: of the prefill.
         """
-        asked = tuple(self._asked(header, nbytes, tokens, hit=True) for header, nbytes, tokens in used)
-        event = Event("request", self._now(), self._hash(namespace), asked)
+        event = Event("request", self._now(), self._hash(namespace), ())
         self._write(replace(event, prompt_tokens=prompt_tokens, computed_tokens=computed_tokens, seconds=seconds))
 
     def _asked(self, header: ChunkHeader, nbytes: int, wanted: int, *, hit: bool) -> Asked:
-        name, saved_s = self._hash(header.key), self._saved_s(header)
-        return Asked(name, len(header), nbytes, wanted, saved_s, hit, header.origin)
+        saved_s = self._saved_s(header) or 0.0
+        return Asked(self._hash(header.key), len(header), nbytes, wanted, saved_s, hit, header.origin)
 
     def _write(self, event: Event) -> None:
         with self._lock:
-            event = replace(event, asked=(*event.asked, *self._pending), dropped=tuple(self._dropped))
+            event = replace(event, asked=tuple(self._pending), dropped=tuple(self._dropped))
             self._pending, self._dropped = [], []
             if self._broken:
                 return

@@ -99,6 +99,8 @@ class Warmer:
                     totals[outcome] += 1
                     totals.update(chunks=stored.chunks, tokens=stored.tokens, stored_bytes=stored.stored_bytes)
                     bar.update()
+        if (recorder := self._keeper.library.recorder) is not None:
+            recorder.warmed(scope.namespace, time.perf_counter() - started)
         store = self._keeper.library.stats()
         if evicted := store.evictions - evictions:
             _log.warning(
