@@ -87,7 +87,9 @@ class Recorder:
         TraceError: the file cannot be written.
     """
 
-    def __init__(self, path: Path | str, about: Mapping[str, Any], saved_s: Callable[[ChunkHeader], float | None]) -> None:
+    def __init__(
+        self, path: Path | str, about: Mapping[str, Any], saved_s: Callable[[ChunkHeader], float | None]
+    ) -> None:
         self._path = Path(path).expanduser()
         self._saved_s = saved_s
         self._salt = secrets.token_bytes(32)
