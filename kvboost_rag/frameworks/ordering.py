@@ -6,7 +6,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 NAMESPACES = 256  # remembered; the one used longest ago goes first
@@ -32,16 +32,25 @@ class PrefixOrders:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())  # locks cannot be copied
 
-    def arrange(self, ranked: Sequence[T], parts: Sequence[tuple[str, str]], namespace: Hashable = None) -> list[T]:
-        """The documents in their new order, which is remembered as served: the best one last, next to the question.
+    def arrange(
+        self,
+        ranked: Sequence[T],
+        parts: Sequence[tuple[str, str]],
+        namespace: Hashable = None,
+        *,
+        best: Literal["first", "last"] = "last",
+    ) -> list[T]:
+        """The documents in their new order, which is remembered as served.
 
-        What comes in front of it continues the longest beginning that was served; what continues none comes worst
-        first. No document is dropped or doubled, and the same calls give the same orders.
+        The others continue the longest beginning that was served; of what continues none, the better stand nearer to
+        the best one. No document is dropped or doubled, and the same calls give the same orders.
 
         Args:
             ranked: documents, best first.
             parts: id, or an empty string, and text of each; equal for what a prompt would show alike.
             namespace: tenant. Tenants never see each other's orders.
+            best: where the best one stands: last, next to the question, or first; then only orders that begin with it
+                are continued.
         """
         if not ranked:
             return []
@@ -50,20 +59,28 @@ class PrefixOrders:
         for place, key in enumerate(keys):
             places.setdefault(key, []).append(place)
         sizes = {key: len(parts[at[0]][1]) for key, at in places.items()}
-        # Of equal documents the best comes last, so that it and not its copy ends the prompt.
-        return [ranked[places[key].pop()] for key in self._order(namespace, keys, sizes)]
+        # Of equal documents the best stands where the best belongs, and not its copy.
+        at = -1 if best == "last" else 0
+        return [ranked[places[key].pop(at)] for key in self._order(namespace, keys, sizes, best)]
 
-    def _order(self, namespace: Hashable, ranked: list[bytes], sizes: dict[bytes, int]) -> tuple[bytes, ...]:
+    def _order(
+        self, namespace: Hashable, ranked: list[bytes], sizes: dict[bytes, int], best: Literal["first", "last"]
+    ) -> tuple[bytes, ...]:
         with self._lock:
             orders = self._spaces.setdefault(namespace, _Orders())
             self._spaces.move_to_end(namespace)
             if len(self._spaces) > NAMESPACES:
                 self._spaces.popitem(last=False)
-            best, others = ranked[0], ranked[1:]
-            beginning = orders.beginning(others, sizes)
-            rest = Counter(others) - Counter(beginning)
-            # Worst first, so that the better stand nearer to the question.
-            order = (*beginning, *sorted(rest.elements(), key=others.index, reverse=True), best)
+            if best == "last":
+                others = ranked[1:]
+                beginning = orders.beginning(others, sizes)
+                rest = Counter(others) - Counter(beginning)
+                # Worst first, so that the better stand nearer to the question.
+                order = (*beginning, *sorted(rest.elements(), key=others.index, reverse=True), ranked[0])
+            else:
+                beginning = orders.beginning(ranked, sizes, first=ranked[0]) or (ranked[0],)
+                rest = Counter(ranked) - Counter(beginning)
+                order = (*beginning, *sorted(rest.elements(), key=ranked.index))
             orders.add(order, self._max_orders)
             return order
 
@@ -79,11 +96,13 @@ class _Orders:
         copied._orders = self._orders.copy()
         return copied
 
-    def beginning(self, keys: list[bytes], sizes: dict[bytes, int]) -> tuple[bytes, ...]:
-        """The longest beginning of a served order that these keys can make; of equal ones the latest."""
+    def beginning(self, keys: list[bytes], sizes: dict[bytes, int], first: bytes | None = None) -> tuple[bytes, ...]:
+        """The longest beginning of a served order, with `first` in front, that these keys make; of equal the latest."""
         best: tuple[bytes, ...] = ()
         most = 0
         for order in reversed(self._orders):
+            if first not in (None, order[0]):
+                continue
             left, length, size = Counter(keys), 0, 0
             while length < len(order) and left[order[length]] > 0:
                 left[order[length]] -= 1
