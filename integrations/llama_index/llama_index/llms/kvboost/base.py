@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import aclosing, closing
-from typing import Any, TypeVar, cast
+from typing import Any, Self, cast
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as default_messages_to_prompt
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
-    ChatResponseAsyncGen,
-    ChatResponseGen,
     CompletionResponse,
-    CompletionResponseAsyncGen,
-    CompletionResponseGen,
     LLMMetadata,
     MessageRole,
 )
@@ -34,10 +31,10 @@ from kvboost_rag import ConfigError, Engine, WarmReport
 from kvboost_rag.frameworks import STRICT, Asked, EngineOptions, ask, ask_text, off_loop, warm_tools
 from kvboost_rag.tools import check_flags, choice_of
 
-from .messages import ChatPieces, Pieces, TextPieces, to_chat_response, to_completion, to_prompt
-from .tools import PartialObjects, ToolLike, describe, first_call_only, schema_of_format, selections
+from .messages import ChatPieces, TextPieces, to_chat_response, to_completion, to_prompt
+from .streams import Opened, astreamed, streamed
+from .tools import PartialObjects, ToolLike, describe, schema_of_format, selections
 
-T = TypeVar("T")
 _TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "response_format"})
 _BY_CALL = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
 
@@ -73,7 +70,26 @@ class KVBoost(EngineOptions, FunctionCallingLLM):
     def _check_prompts(self) -> KVBoost:
         if self.query_wrapper_prompt is not None:
             raise ConfigError("query_wrapper_prompt has no effect on a chat model; give completion_to_prompt")
+        if self.engine is not None:
+            self.get_engine()  # a window that is too large raises here and not at the first question
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        memo = {} if memo is None else memo
+        for shared in (self.callback_manager, self.rate_limiter):  # they watch over several models
+            memo[id(shared)] = shared
+        return super().__deepcopy__(memo)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        # LlamaIndex drops what cannot be pickled; callbacks and limiters are of this process anyway.
+        for name in ("messages_to_prompt", "completion_to_prompt", "output_parser", "model_kwargs"):
+            try:
+                pickle.dumps(getattr(self, name))
+            except Exception as error:
+                raise ConfigError(
+                    f"{name} cannot be pickled ({error}); give something that another process can import"
+                ) from error
+        return super().__getstate__()
 
     @classmethod
     def class_name(cls) -> str:
@@ -84,24 +100,32 @@ class KVBoost(EngineOptions, FunctionCallingLLM):
     def metadata(self) -> LLMMetadata:
         """Window, answer length and abilities of the model, which is loaded for this.
 
-        Raises:
-            ConfigError: `context_window` is larger than the model's.
+        LlamaIndex asks for it wherever it stands, on the event loop too: to keep that free while a large model is
+        loaded, await ``asyncio.to_thread(llm.get_engine)`` first.
         """
         engine = self.get_engine()
-        window = engine.window_tokens if self.context_window is None else self.context_window
-        if window > engine.window_tokens:
-            raise ConfigError(
-                f"context_window is {window}, but {self.name_of_model()} reads {engine.window_tokens} tokens at most; "
-                "leave context_window out"
-            )
         chats = self._has_template(engine)
         return LLMMetadata(
-            context_window=window,
+            context_window=self.context_window or engine.window_tokens,
             num_output=self.max_tokens,
             is_chat_model=chats or self._own_rendering,
             is_function_calling_model=chats and not self._own_rendering,
             model_name=self.name_of_model(),
         )
+
+    def get_engine(self) -> Engine:
+        """The engine, loading the model if this is the first use.
+
+        Raises:
+            ConfigError: `context_window` is larger than the model's.
+        """
+        engine = super().get_engine()
+        if self.context_window is not None and self.context_window > engine.window_tokens:
+            raise ConfigError(
+                f"context_window is {self.context_window}, but the model reads {engine.window_tokens} tokens at most; "
+                "leave context_window out"
+            )
+        return engine
 
     def to_payload(self) -> dict[str, Any]:
         """What traces may show of this model. Loads nothing: it is asked for on the event loop."""
@@ -135,25 +159,25 @@ class KVBoost(EngineOptions, FunctionCallingLLM):
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation."""
         asked = self._asked(messages, kwargs)
-        return to_chat_response(asked, asked.generate())
+        return to_chat_response(asked, asked.generate(), single=_single(kwargs))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """`chat` off the event loop; cancelling the task stops the computation."""
         asked = await off_loop(lambda: self._asked(messages, kwargs))
-        return to_chat_response(asked, await asked.agenerate())
+        return to_chat_response(asked, await asked.agenerate(), single=_single(kwargs))
 
-    @llm_chat_callback()
-    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+    @streamed(llm_chat_callback)
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> Opened:
         """Answer piece by piece: text as it comes, calls and usage with the last piece. Closing it stops the model."""
         asked = self._asked(messages, kwargs)
-        return _stream(asked, ChatPieces(asked))
+        return asked, ChatPieces(asked, single=_single(kwargs))
 
-    @llm_chat_callback()
-    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+    @astreamed(llm_chat_callback)
+    def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> Opened:
         """`stream_chat` off the event loop."""
-        asked = await off_loop(lambda: self._asked(messages, kwargs))
-        return _astream(asked, ChatPieces(asked))
+        asked = self._asked(messages, kwargs)
+        return asked, ChatPieces(asked, single=_single(kwargs))
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -167,17 +191,17 @@ class KVBoost(EngineOptions, FunctionCallingLLM):
         asked = await off_loop(lambda: self._asked_text(prompt, formatted, kwargs))
         return to_completion(asked, await asked.agenerate())
 
-    @llm_completion_callback()
-    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+    @streamed(llm_completion_callback)
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Opened:
         """`complete` piece by piece. Closing it stops the model."""
         asked = self._asked_text(prompt, formatted, kwargs)
-        return _stream(asked, TextPieces(asked))
+        return asked, TextPieces(asked)
 
-    @llm_completion_callback()
-    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+    @astreamed(llm_completion_callback)
+    def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Opened:
         """`stream_complete` off the event loop."""
-        asked = await off_loop(lambda: self._asked_text(prompt, formatted, kwargs))
-        return _astream(asked, TextPieces(asked))
+        asked = self._asked_text(prompt, formatted, kwargs)
+        return asked, TextPieces(asked)
 
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
@@ -217,11 +241,6 @@ class KVBoost(EngineOptions, FunctionCallingLLM):
             **kwargs,
         }
 
-    def _validate_chat_with_tools_response(
-        self, response: ChatResponse, tools: Any, allow_parallel_tool_calls: bool = False, **kwargs: Any
-    ) -> ChatResponse:
-        return response if allow_parallel_tool_calls else first_call_only(response)
-
     def _structured_stream_call(
         self,
         output_cls: type[BaseModel],
@@ -231,12 +250,14 @@ class KVBoost(EngineOptions, FunctionCallingLLM):
     ) -> Generator[Any, None, None]:
         # LlamaIndex's program demands no call when it streams, and shows an object only when its call is complete.
         if not self._streams_objects:
-            return super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
+            yield from super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
+            return
         messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
+        objects = PartialObjects(output_cls)
         call = {**(llm_kwargs or {}), "response_format": output_cls}
-        pieces = self.stream_chat(messages, **call)
-        parts = PartialObjects(output_cls)
-        return (parts.of(piece) for piece in pieces)
+        with closing(self.stream_chat(messages, **call)) as pieces:
+            for piece in pieces:
+                yield objects.of(piece)
 
     async def _structured_astream_call(
         self,
@@ -245,13 +266,20 @@ class KVBoost(EngineOptions, FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
+        await off_loop(self.get_engine)  # LlamaIndex asks for the metadata on the event loop
         if not self._streams_objects:
             return await super()._structured_astream_call(output_cls, prompt, llm_kwargs, **prompt_args)
         messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
         call = {**(llm_kwargs or {}), "response_format": output_cls}
         pieces = await self.astream_chat(messages, **call)
-        parts = PartialObjects(output_cls)
-        return (parts.of(piece) async for piece in pieces)
+        objects = PartialObjects(output_cls)
+
+        async def read() -> AsyncGenerator[Any, None]:
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    yield objects.of(piece)
+
+        return read()
 
     @property
     def _streams_objects(self) -> bool:
@@ -270,7 +298,8 @@ class KVBoost(EngineOptions, FunctionCallingLLM):
         check_flags(parallel_tool_calls=wish.get("parallel_tool_calls"))
         tools = describe(wish.get("tools") or ())
         if self._own_rendering or not self._has_template(self.get_engine()):
-            if asked := [name for name in ("tools", "response_format") if wish.get(name)]:
+            forced = choice_of(wish.get("tool_choice"), tools) not in ("auto", "none")
+            if asked := [name for name in ("tools", "response_format") if wish.get(name)] + ["tool_choice"] * forced:
                 why = "messages_to_prompt renders the prompts" if self._own_rendering else "there is no chat template"
                 raise ConfigError(f"{asked[0]} is given, but {why}, so that the model cannot be shown it")
             render = cast(MessagesToPromptType, self.messages_to_prompt)  # LlamaIndex fills in its default
@@ -289,12 +318,13 @@ class KVBoost(EngineOptions, FunctionCallingLLM):
 
     def _asked_text(self, prompt: str, formatted: bool, call: Mapping[str, Any]) -> Asked:
         call, stop = _renamed(call)
-        if not formatted and self.completion_to_prompt is not default_completion_to_prompt:
-            prompt, formatted = cast(CompletionToPromptType, self.completion_to_prompt)(prompt), True
-        elif not formatted and not self._has_template(self.get_engine()):
-            prompt, formatted = f"{self.system_prompt}\n\n{prompt}" if self.system_prompt else prompt, True
         if formatted:
             return ask_text(self, prompt, stop=stop, call=call)
+        own = self.completion_to_prompt is not default_completion_to_prompt
+        if own or not self._has_template(self.get_engine()):
+            render = cast(CompletionToPromptType, self.completion_to_prompt)
+            whole = f"{self.system_prompt}\n\n{prompt}" if self.system_prompt else prompt
+            return ask_text(self, render(whole), stop=stop, call=call)
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         return ask(self, [*system, {"role": "user", "content": prompt}], stop=stop, call=call)
 
@@ -310,19 +340,6 @@ def _renamed(call: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     return own, stop
 
 
-def _stream(asked: Asked, pieces: Pieces[T]) -> Generator[T, None, None]:
-    deltas = asked.stream()  # bad input raises here and not at the first step
-
-    def read() -> Generator[T, None, None]:
-        with closing(deltas):  # closing stops the computation when the consumer stops reading
-            for delta in deltas:
-                yield from pieces.of(delta)
-
-    return read()
-
-
-async def _astream(asked: Asked, pieces: Pieces[T]) -> AsyncGenerator[T, None]:
-    async with aclosing(asked.astream()) as deltas:
-        async for delta in deltas:
-            for piece in pieces.of(delta):
-                yield piece
+def _single(call: Mapping[str, Any]) -> bool:
+    """Whether the answer may hold one call only; not every format can be constrained to that."""
+    return call.get("parallel_tool_calls") is False

@@ -41,9 +41,9 @@ def to_prompt(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return [_message(message) for message in messages]
 
 
-def to_chat_response(asked: Asked, generation: Generation) -> ChatResponse:
-    """A whole answer: its text, its calls, and what it cost."""
-    return _chat_response(asked, asked.reply(generation), generation)
+def to_chat_response(asked: Asked, generation: Generation, *, single: bool = False) -> ChatResponse:
+    """A whole answer: its text, its calls (only the first one if ``single``), and what it cost."""
+    return _chat_response(asked, asked.reply(generation), generation, single=single)
 
 
 def to_completion(asked: Asked, generation: Generation, delta: str | None = None) -> CompletionResponse:
@@ -65,17 +65,18 @@ class Pieces(Protocol[T_co]):
 
 
 class ChatPieces:
-    """Chat responses with the text so far; calls and usage come with the last one."""
+    """Chat responses with the text so far; calls (only the first if ``single``) and usage come with the last one."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked, self._pieces, self._text = asked, ReplyPieces(asked), ""
+    def __init__(self, asked: Asked, *, single: bool = False) -> None:
+        self._asked, self._single = asked, single
+        self._pieces, self._text = ReplyPieces(asked), ""
 
     def of(self, delta: Delta) -> Iterator[ChatResponse]:
         """See `Pieces`."""
         text, reply = self._pieces.push(delta.text, delta.generation)
         self._text += text
         if delta.generation is not None and reply is not None:
-            yield _chat_response(self._asked, reply, delta.generation, text)
+            yield _chat_response(self._asked, reply, delta.generation, text, single=self._single)
         elif text:
             yield ChatResponse(message=ChatMessage(role=MessageRole.ASSISTANT, content=self._text), delta=text)
 
@@ -95,9 +96,12 @@ class TextPieces:
             yield CompletionResponse(text=self._text, delta=delta.text)
 
 
-def _chat_response(asked: Asked, reply: Reply, generation: Generation, delta: str | None = None) -> ChatResponse:
+def _chat_response(
+    asked: Asked, reply: Reply, generation: Generation, delta: str | None = None, *, single: bool
+) -> ChatResponse:
     calls = [
-        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments) for call in reply.calls
+        ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
+        for call in (reply.calls[:1] if single else reply.calls)
     ]
     # LlamaIndex has no place for calls that cannot be run; what the model wrote must not be lost.
     broken = [{"name": bad.name, "arguments": bad.text, "error": bad.error} for bad in reply.invalid]

@@ -7,9 +7,10 @@ from typing import Any, Literal, TypeAlias
 
 from llama_index.core.base.llms.types import ChatResponse, ToolCallBlock
 from llama_index.core.llms.llm import ToolSelection
-from llama_index.core.program.utils import process_streaming_objects
+from llama_index.core.program.utils import create_flexible_model
 from llama_index.core.tools import BaseTool
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
 from kvboost_rag import ConfigError
 from kvboost_rag.tools import canonical_tool, schema_in
@@ -57,29 +58,28 @@ def selections(response: ChatResponse) -> list[ToolSelection]:
     ]
 
 
-def first_call_only(response: ChatResponse) -> ChatResponse:
-    """The answer without the calls behind the first one, for who asked for one call."""
-    calls = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
-    if len(calls) < 2:
-        return response
-    blocks = [block for block in response.message.blocks if not isinstance(block, ToolCallBlock)]
-    further = {**response.message.additional_kwargs, "tool_calls": response.message.additional_kwargs["tool_calls"][:1]}
-    message = response.message.model_copy(update={"blocks": [*blocks, calls[0]], "additional_kwargs": further})
-    return response.model_copy(update={"message": message})
-
-
 class PartialObjects:
     """Objects of a class, as complete as the JSON that was streamed so far."""
 
     def __init__(self, output_cls: type[BaseModel]) -> None:
         self._class = output_cls
-        self._last: Any = None
+        self._partial = create_flexible_model(output_cls)
 
     def of(self, response: ChatResponse) -> Any:
-        """The object so far: one of the class when it is valid, and else one whose missing fields are None."""
-        before = None if self._last is None else [self._last]
-        self._last = found = process_streaming_objects(response, self._class, cur_objects=before)
-        return found
+        """The object so far: one of the class where it is valid, and else one whose missing fields are None.
+
+        Raises:
+            ValueError: the answer is complete, and the class does not accept it.
+        """
+        text = response.message.content or ""
+        if response.raw is not None:  # the last piece
+            return self._class.model_validate_json(text)
+        # LlamaIndex's own reading closes quotes and braces but no lists, and prefers an older object with defaults.
+        found = from_json(text or "{}", allow_partial="trailing-strings")
+        try:
+            return self._class.model_validate(found)
+        except ValidationError:
+            return self._partial.model_validate(found if isinstance(found, dict) else {})
 
 
 def _describe(tool: ToolLike) -> dict[str, Any]:
