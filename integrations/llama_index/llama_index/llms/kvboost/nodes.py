@@ -14,7 +14,7 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from pydantic import BaseModel, Field, SkipValidation, model_validator
 
 from kvboost_rag import ConfigError, Engine, PromptError
-from kvboost_rag.frameworks import TextWarmer, untorn
+from kvboost_rag.frameworks import STRICT, TextWarmer, untorn
 
 from .base import KVBoost
 
@@ -79,6 +79,8 @@ class EngineSource(BaseModel):
     """The LLM, whose model is loaded at the first call."""
     namespace: str | None = None
     """Tenant that may use what is warmed; that of `llm`, or the engine's default, if None."""
+
+    model_config = STRICT
 
     @model_validator(mode="after")
     def _check_source(self) -> EngineSource:
