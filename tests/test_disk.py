@@ -115,7 +115,8 @@ def test_the_one_used_longest_ago_leaves_first(tmp_path):
     chunks = [chunk_of(seed, tokens=100) for seed in range(4)]
     room = sum(file_bytes(c) + c.header.ids_bytes + ROW_BYTES for c in chunks[:3])
     left: list[str] = []
-    store = DiskStore(tmp_path, room, gdsf=False, sync=False, on_leave=left.append)
+    store = DiskStore(tmp_path, room, gdsf=False, sync=False)
+    store.tell(left.append)
     for chunk in chunks[:3]:
         assert store.put(chunk)
     store.get(chunks[0].header.key)

@@ -217,11 +217,11 @@ class Catalogue(Database):
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
-    def find(self, key: str) -> tuple[int, str, float | None] | None:
-        """Id, name and end of time of a visible chunk."""
+    def find(self, key: str) -> tuple[int, str, float | None, int] | None:
+        """Id, name, end of time and bytes of a visible chunk."""
         with self._lock:
-            select = f"SELECT id, name, expires FROM chunks WHERE key = ? AND state = {STORED}"
-            found: tuple[int, str, float | None] | None = self._db.execute(select, (key,)).fetchone()
+            select = f"SELECT id, name, expires, nbytes FROM chunks WHERE key = ? AND state = {STORED}"
+            found: tuple[int, str, float | None, int] | None = self._db.execute(select, (key,)).fetchone()
         return found
 
     def ids_of(self, keys: Iterable[str]) -> list[int]:

@@ -77,6 +77,12 @@ class Tally:
             self._counts.update(loads=1, loaded_bytes=nbytes)
             self._load_s += seconds
 
+    @property
+    def load_s_per_byte(self) -> float:
+        """What loading took so far; 0 before anything was loaded."""
+        with self._lock:
+            return self._load_s / max(self._counts["loaded_bytes"], 1)
+
     def bad(self, error: BaseException) -> None:
         """Count a damaged entry, and say so."""
         self.add(bad=1)

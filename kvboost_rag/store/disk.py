@@ -37,7 +37,6 @@ class DiskStore(DiskReader):
         saved_s: seconds that one use of a chunk saves, for eviction.
         collect: clean up behind dead writers while opening.
         sync: wait until files are on the disk itself, not only with the system, before they become visible.
-        on_leave: told of the key of a chunk that left without being asked to: evicted, bad, vanished.
 
     Raises:
         StoreError: the folder cannot be used; says why and what to do.
@@ -55,11 +54,10 @@ class DiskStore(DiskReader):
         saved_s: Callable[[Chunk[StoredRun]], float | None] | None = None,
         collect: bool = True,
         sync: bool = True,
-        on_leave: Callable[[str], None] | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._gdsf, self._saved_s, self._sync = gdsf, saved_s, sync
-        super().__init__(folder, ttl_s=ttl_s, on_leave=on_leave)
+        super().__init__(folder, ttl_s=ttl_s)
         if collect:
             self.gc()
 
@@ -131,18 +129,20 @@ class DiskStore(DiskReader):
                 return self._adopt(key, now)  # somebody was faster, or there is no room
             try:
                 files.write(self.folder, name, data, sync=self._sync)
+                with self._lock:  # before it is visible: who deletes it then takes this note away, too
+                    self._note_place(key, Place(row, name, expires, files.on_disk(len(data))))
+                    self._verified.add(name)
                 with self._writes.transaction():
                     published = wanted() and self._writes.publish(row)
             except BaseException:
+                self.hide([key])
                 if self._abandon(row, name):
                     raise
                 return False  # deleted by another process while it was being written
             if not published:
+                self.hide([key])
                 self._abandon(row, name)
                 return self._adopt(key, now)
-        with self._lock:
-            self._note_place(key, Place(row, name, expires))
-            self._verified.add(name)
         self.tally.add(written=1, written_bytes=len(data))
         return True
 
@@ -169,6 +169,7 @@ class DiskStore(DiskReader):
                     expires=expires,
                     saved_s=None if self._saved_s is None else self._saved_s(chunk),
                 )
+        self.hide(left)
         for key in left:
             self._left(key)
         if row is None:
@@ -313,8 +314,3 @@ class DiskStore(DiskReader):
                 self._writes.remove([place.row])
             except (sqlite3.Error, OSError) as error:
                 self.tally.failed(error)
-
-    def _left(self, key: str) -> None:
-        with self._lock:
-            self._forget(key)
-        self._on_leave(key)

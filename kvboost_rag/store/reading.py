@@ -20,11 +20,12 @@ from .tier import Chunk
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a chunk lies, and until when it may be used."""
+    """Where a chunk lies, until when it may be used, and how large it is."""
 
     row: int
     name: str
     expires: float | None
+    nbytes: int
 
     def is_over(self, now: float) -> bool:
         """Whether its time is over."""
@@ -52,7 +53,6 @@ class DiskReader:
     Args:
         folder: what a `DiskStore` has written.
         ttl_s: seconds that what is read may be old; None is without limit.
-        on_leave: told of the key of a chunk that turned out to be bad or gone.
 
     Raises:
         StoreError: the folder cannot be read; says why and what to do.
@@ -61,10 +61,9 @@ class DiskReader:
     read_only = True
     budget_bytes = 0
 
-    def __init__(
-        self, folder: Path, *, ttl_s: float | None = None, on_leave: Callable[[str], None] | None = None
-    ) -> None:
-        self.folder, self._ttl_s, self._on_leave = folder, ttl_s, on_leave or (lambda key: None)
+    def __init__(self, folder: Path, *, ttl_s: float | None = None) -> None:
+        self.folder, self._ttl_s = folder, ttl_s
+        self._on_leave: Callable[[str], None] | None = None
         self.tally = Tally()
         self._places: dict[str, Place] = {}
         self._keys: dict[int, str] = {}  # of `_places`, by row
@@ -86,6 +85,14 @@ class DiskReader:
         """Close the catalogue; what was loaded stays valid."""
         if self._pid == os.getpid():  # a child must not touch what it inherited
             self._reads.close()
+
+    def tell(self, on_leave: Callable[[str], None]) -> None:
+        """Have somebody told of the key of each chunk that leaves without being asked to: evicted, bad, vanished."""
+        self._on_leave = on_leave
+
+    def _left(self, key: str) -> None:
+        if self._on_leave is not None:
+            self._on_leave(key)
 
     def after_fork(self) -> None:
         """Open everything anew if this is a child; the parent's connections are no use here."""
@@ -125,14 +132,15 @@ class DiskReader:
         return News(added, evicted, deleted)
 
     def _learn(self, row: Row) -> bool:
-        """Note where a chunk lies; False if that was known."""
+        """Note where a chunk lies; False if that was known, or its time is over."""
         known = self._places.get(row.header.key)
         if known is not None and known.row >= row.id:
             return False
         limits = [row.expires, None if self._ttl_s is None else row.created + self._ttl_s]
         expires = min((limit for limit in limits if limit is not None), default=None)
-        self._note_place(row.header.key, Place(row.id, row.name, expires))
-        return known is None
+        place = Place(row.id, row.name, expires, row.nbytes)
+        self._note_place(row.header.key, place)
+        return known is None and not place.is_over(time.time())
 
     def _note_place(self, key: str, place: Place) -> None:
         self._places[key] = place
@@ -175,6 +183,16 @@ class DiskReader:
         self.tally.loaded(loaded.run.nbytes, time.perf_counter() - started)
         return Chunk(loaded.header, loaded.run)
 
+    def count(self, keys: Iterable[str]) -> int:
+        """How many of the chunks the catalogue has, whoever wrote them."""
+        self.after_fork()
+        return sum(self._reads.find(key) is not None for key in keys)
+
+    def loading_s(self, keys: Iterable[str]) -> float:
+        """Seconds that loading chunks will take, by what it took so far; 0 before anything was loaded."""
+        places = [place for key in keys if (place := self._places.get(key)) is not None]
+        return self.tally.load_s_per_byte * sum(place.nbytes for place in places)
+
     def scan(self, scope: Scope | None = None) -> Iterator[ChunkHeader]:
         """Headers of all chunks, or of one scope, as the catalogue knows them now."""
         self.after_fork()
@@ -216,4 +234,4 @@ class DiskReader:
         with self._lock:
             if self._places.get(key) == place:
                 self._forget(key)
-        self._on_leave(key)
+        self._left(key)
