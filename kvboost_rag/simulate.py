@@ -57,7 +57,7 @@ class Outcome:
 
 
 class Clairvoyant(Policy):
-    """What is asked for again latest leaves first (Belady's rule).
+    """What is asked for again latest leaves first, or does not come in (Belady's rule).
 
     With chunks of one size and one worth, no policy has more hits. With mixed ones that is no longer so: it is a strong
     heuristic, and `upper_bound` is the limit.
@@ -68,6 +68,7 @@ class Clairvoyant(Policy):
 
     def __init__(self, uses: Mapping[str, Sequence[int]]) -> None:
         self._uses = {name: list(reversed(events)) for name, events in uses.items()}
+        self._held: dict[str, Entry] = {}
         self.at = 0  # the event that is being replayed
 
     def again(self, name: str) -> float:
@@ -77,14 +78,24 @@ class Clairvoyant(Policy):
             uses.pop()
         return uses[-1] if uses else np.inf
 
+    def wants(self, name: str, *, fits: bool) -> bool:
+        """Whether a chunk should be stored: it is asked for again, and there is room or something to give up for it."""
+        again = self.again(name)
+        return again < np.inf and (fits or any(-entry.rank > again for entry in self._held.values()))
+
     def touch(self, entry: Entry, now: int) -> Iterable[Entry]:
         """It is asked for later now, so it may leave sooner."""
+        self._held[entry.name] = entry
         entry.rank = -self.again(entry.name)
         return (entry,)
 
     def key(self, entry: Entry) -> float:
         """The next use, negative."""
         return entry.rank
+
+    def left(self, entry: Entry, *, evicted: bool) -> None:
+        """It is not held any more."""
+        del self._held[entry.name]
 
 
 Make = Callable[[int, Sequence[Event]], Policy]
@@ -118,8 +129,10 @@ def replay(events: Sequence[Event], budget_bytes: int, policy: Policy, name: str
                 if each is asked.get(each.name):
                     hit_tokens += each.wanted
                     saved_s += each.saved_s * each.wanted / each.tokens
-            elif _comes_back(each) and not (isinstance(policy, Clairvoyant) and np.isinf(policy.again(each.name))):
-                _put(store, each)
+            elif _comes_back(each):
+                fits = store.nbytes + each.nbytes <= budget_bytes
+                if not isinstance(policy, Clairvoyant) or policy.wants(each.name, fits=fits):
+                    _put(store, each)
     return Outcome(
         policy=name,
         budget_bytes=budget_bytes,
