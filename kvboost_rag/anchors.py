@@ -153,7 +153,8 @@ class AnchorTable:
         new[self._groups_in(values)[0]] = False
         buckets = max(64, 1 << (self._groups.used + len(values)).bit_length())
         _, inverse, times = np.unique(values & (buckets - 1), return_inverse=True, return_counts=True)
-        return new & (times[inverse] < MAX_CHAIN // 4)
+        fits: npt.NDArray[np.bool_] = new & (times[inverse] < MAX_CHAIN // 4)
+        return fits
 
     def _insert(self, values: Rows, slots: Column, offsets: Column) -> None:
         """Register windows that `_are_new`; rows of one slot lie together."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from .calibration import Calibration, Calibrator, measure_costs, recipe_of
@@ -21,7 +21,7 @@ from .prompts import PromptEncoder
 from .runner import ModelRunner
 from .selfcheck import SelfCheck, check_full_pass, self_check
 from .serving import Serving
-from .store import KVShape, codec_for
+from .store import DiskReader, DiskStore, KVShape, codec_for
 from .store.policies import policy_of
 from .tracing import Recorder
 from .warming import Warmer
@@ -56,11 +56,27 @@ def _recorder(path: Path | str, config: EngineConfig, appraiser: Appraiser) -> R
     return Recorder(path, about, appraiser.saved_s)
 
 
+def _disk(config: EngineConfig, appraiser: Appraiser) -> DiskReader | None:
+    if config.disk_path is None or config.reuse == "off":
+        return None
+    folder = Path(config.disk_path).expanduser()
+    if config.disk_read_only:
+        return DiskReader(folder, ttl_s=config.ttl_s)
+    return DiskStore(
+        folder,
+        config.disk_budget_bytes,
+        gdsf=config.eviction != "lru",
+        ttl_s=config.ttl_s,
+        saved_s=lambda chunk: appraiser.saved_s(chunk.header),
+    )
+
+
 def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
     """Check a model and build the parts around it.
 
     Raises:
         UnsupportedModelError: the model cannot be served in ``config.reuse``.
+        StoreError: ``config.disk_path`` cannot be used.
     """
     spec = inspect_model(model)
     codec = codec_for(config.kv_bits)
@@ -78,12 +94,16 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
     encoder = PromptEncoder(tokenizer, markers=config.markers, vocabulary=vocabulary)
     identity = fingerprint(model, tokenizer, codec.name)
     appraiser = Appraiser(runner, rope, config)
+    disk = _disk(config, appraiser)
     library = Library(
         config.ram_budget_bytes,
         int(config.served_share * config.ram_budget_bytes),
         policy=policy_of(config.eviction, config.ram_budget_bytes),
         worth=appraiser.worth,
         recorder=None if config.trace_path is None else _recorder(config.trace_path, config, appraiser),
+        disk=disk,
+        write_behind_bytes=config.write_behind_bytes,
+        ttl_s=config.ttl_s,
     )
     executor = Executor(runner, rope)
     checked_codec = None

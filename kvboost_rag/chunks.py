@@ -123,6 +123,15 @@ class ChunkHeader:
         before = self.history if self.history is not None else self.behind
         return self.tokens if before is None else np.concatenate([before, self.tokens])
 
+    def is_same(self, other: ChunkHeader) -> bool:
+        """Whether both mean the same tokens behind the same history of the same tenant and model, id by id."""
+        if self is other:
+            return True
+        if (self.scope, self.base, self.exact) != (other.scope, other.base, other.exact):
+            return False
+        same = np.array_equal(self.tokens, other.tokens)
+        return same and (self.history is None or np.array_equal(self.history, other.history))  # type: ignore[arg-type]
+
     @property
     def ids_bytes(self) -> int:
         """Bytes of all ids held."""

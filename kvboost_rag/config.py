@@ -51,6 +51,13 @@ class EngineConfig:
             in packs of about so many tokens, so that their KV has seen neighbours, as it will in a prompt; 0 encodes
             each alone.
         ram_budget_bytes: hard limit of stored KV in RAM, including what is being written.
+        disk_path: folder that keeps stored KV beyond the life of the process, shared by processes; None keeps it in RAM
+            only. Prompts as they were served always stay in RAM. See docs/store.md.
+        disk_budget_bytes: hard limit of that folder, over all processes, including what is being written.
+        disk_read_only: use what is stored there, and write nothing.
+        write_behind_bytes: most bytes of KV that may wait to be written, beside `ram_budget_bytes`. A document that is
+            warmed waits for room; text seen in a prompt is not written then.
+        ttl_s: seconds after which a stored chunk is used no more; None keeps it as long as there is room.
         eviction: which stored chunk leaves first when the budget is full: the one that saves the least seconds per
             byte, weighed by its uses and how long ago they were ("gdsf"); the one used longest ago ("lru"); one that
             was never used again ("s3fifo"); the one whose keys have the least norm ("importance", of the KVBoost
@@ -83,6 +90,11 @@ class EngineConfig:
     sink_tokens: int = 0
     pack_tokens: int = 1536
     ram_budget_bytes: int = 2 << 30
+    disk_path: Path | str | None = None
+    disk_budget_bytes: int = 16 << 30
+    disk_read_only: bool = False
+    write_behind_bytes: int = 256 << 20
+    ttl_s: float | None = None
     eviction: Eviction = "gdsf"
     kv_bits: KVBits = 16
     namespace: str = "default"
@@ -112,6 +124,7 @@ class EngineConfig:
         _in_range("served_share", self.served_share, 0.0, 1.0)
         _in_range("pack_tokens", self.pack_tokens, 0, 1 << 20)
         check_namespace(self.namespace)
+        self._check_disk()
         if self.kv_bits != 16 and self.reuse != "approximate":
             raise ConfigError(
                 f"kv_bits is {self.kv_bits!r} but reuse is {self.reuse!r}; KV in fewer bits is never what a full "
@@ -123,6 +136,19 @@ class EngineConfig:
                 "chunking='document' encodes no document in pieces, so they have no effect; use chunking='fixed' or "
                 "'semantic'"
             )
+
+    def _check_disk(self) -> None:
+        _in_range("disk_budget_bytes", self.disk_budget_bytes, 0, 1 << 60)
+        _in_range("write_behind_bytes", self.write_behind_bytes, 0, 1 << 60)
+        if self.ttl_s is not None:
+            _in_range("ttl_s", self.ttl_s, 0.0, math.inf)
+        if not isinstance(self.disk_read_only, bool):
+            raise ConfigError(f"disk_read_only is {self.disk_read_only!r}; it must be True or False")
+        if self.disk_path is None:
+            if self.disk_read_only:
+                raise ConfigError("disk_read_only is True but disk_path is None; name the folder to read from")
+        elif not isinstance(self.disk_path, str | Path) or not str(self.disk_path):
+            raise ConfigError(f"disk_path is {self.disk_path!r}; it must be a folder")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -273,6 +273,7 @@ class Engine:
             pinned_bytes=store.pinned_bytes,
             evictions=store.evictions,
             rejections=store.rejections,
+            disk=self._library.disk_stats(),
         )
 
     @property
@@ -287,9 +288,12 @@ class Engine:
         self._library.clear_served()  # they were repaired by another recipe
 
     def close(self) -> None:
-        """Free all stored KV; further calls raise `EngineClosedError`. The model stays the caller's."""
+        """Free all stored KV in RAM; further calls raise `EngineClosedError`. The model stays the caller's.
+
+        What waits to be written to `disk_path` is written first.
+        """
         self._closed = True
-        self._library.clear()
+        self._library.close()
 
     def _request(
         self,
@@ -358,7 +362,7 @@ class Engine:
         with self._watch_lock:
             structure, state = self._watch.look()
             if structure != self._structure:
-                self._library.clear()
+                self._library.close()
                 self._assemble()
             elif state not in self._fingerprints:
                 self._fingerprints[state] = fingerprint(self.model, self.tokenizer, self._codec)

@@ -17,11 +17,12 @@ from .store import Codec, KVShape
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a call to `Keeper.store` added."""
+    """What a call to `Keeper.store` added, and the keys of those chunks."""
 
     chunks: int = 0
     tokens: int = 0
     stored_bytes: int = 0
+    keys: tuple[str, ...] = ()
 
 
 class Keeper:
@@ -66,11 +67,13 @@ class Keeper:
     def store(self, headers: Sequence[ChunkHeader], kv: RequestKV) -> Stored:
         """Copy chunks out of a request's cache, as far as the budget lets them in."""
         chunks = tokens = stored_bytes = 0
+        keys: list[str] = []
         for header in headers:
             size = self._codec.nbytes(self._shape, len(header))
             if self.library.keep(header, size, partial(self._encoded, header, kv)) == "kept":
                 chunks, tokens, stored_bytes = chunks + 1, tokens + len(header), stored_bytes + size
-        return Stored(chunks, tokens, stored_bytes)
+                keys.append(header.key)
+        return Stored(chunks, tokens, stored_bytes, tuple(keys))
 
     def keep_prompt(
         self, scope: Scope, ids: IntArray, kv: RequestKV, *, new: Sequence[tuple[int, int]], exact_until: int

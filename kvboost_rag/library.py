@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 from .chunks import ChunkHeader, Hit, IntArray, Scope
 from .config import ANCHOR_TOKENS
 from .index import ChunkIndex
 from .kv import StoredRun
 from .planner import Plan
-from .store import Chunk, MemoryStore, Policy, StoreStats
+from .store import Chunk, DiskReader, DiskStats, Kept, Policy, StoreStats, TieredStore
 from .store.eviction import Worth
 from .tracing import Recorder
-
-Kept = Literal["kept", "present", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,28 @@ class Match:
         """All hits in the order of the prompt."""
         return (*self.exact, *((self.served,) if self.served else ()), *self.approximate)
 
+    def without(self, keys: Collection[str]) -> Match:
+        """What is left if some chunks may not be used."""
+        exact = tuple(itertools.takewhile(lambda hit: hit.key not in keys, self.exact))
+        served = None if self.served is None or len(exact) < len(self.exact) else self.served
+        return Match(exact, served, tuple(hit for hit in self.approximate if hit.key not in keys), self.headers)
+
 
 class Library:
     """Chunks of all scopes of one engine. Thread-safe.
 
     Lock order: the store's lock, then ours (`MemoryStore` tells us of evictions under its lock). So nothing here calls
     the store while holding our lock.
+
+    Args:
+        budget_bytes: limit of RAM.
+        served_bytes: limit of prompts as they were served, within the budget.
+        policy: which chunk leaves RAM first.
+        worth: what a chunk is worth to the policy.
+        recorder: writes a trace.
+        disk: keeps what RAM evicts, and what was stored before this process began.
+        write_behind_bytes: most bytes that may wait to be written to it.
+        ttl_s: seconds that a chunk may be old; None is without limit.
     """
 
     def __init__(
@@ -58,17 +74,25 @@ class Library:
         policy: Policy | None = None,
         worth: Callable[[Chunk[StoredRun]], Worth] | None = None,
         recorder: Recorder | None = None,
+        disk: DiskReader | None = None,
+        write_behind_bytes: int = 0,
+        ttl_s: float | None = None,
     ) -> None:
         self.recorder = recorder
         self._worth = worth
-        self._served_bytes = served_bytes  # limit of prompts as they were served, within the budget
+        self._ttl_s = ttl_s
+        self._ends: list[tuple[float, str]] = []  # when the time of chunks is over, a heap
+        self._served_bytes = served_bytes
         self._served: OrderedDict[str, int] = OrderedDict()  # bytes by key, the one used longest ago first
         self._lock = threading.Lock()
         self._index = ChunkIndex()
-        self._store: MemoryStore[StoredRun] = MemoryStore(budget_bytes, policy, self._left, worth)
+        self._store = TieredStore(
+            budget_bytes, policy, worth, disk=disk, write_behind_bytes=write_behind_bytes, on_leave=self._discard
+        )
 
     def match(self, scope: Scope, ids: IntArray, *, approximate: bool) -> Match:
         """Find what is stored of ``ids``."""
+        self._catch_up(scope)
         with self._lock:
             exact = self._index.match_exact(scope, ids)
             end = exact[-1].end if exact else 0
@@ -122,30 +146,32 @@ class Library:
     def pin(self, keys: Sequence[str]) -> Iterator[dict[str, StoredRun] | None]:
         """KV of all ``keys``, held until the block is left; None if any of them is gone by now."""
         with self._store.pin(keys) as chunks:
-            missing = [key for key, chunk in zip(keys, chunks, strict=True) if chunk is None]
+            with self._lock:
+                headers = [self._index.get(key) for key in keys]
+            missing = [
+                key
+                for key, chunk, header in zip(keys, chunks, headers, strict=True)
+                if chunk is None or header is None or not chunk.header.is_same(header)
+            ]
             for key in missing:
                 self._discard(key)
             yield None if missing else {c.header.key: c.kv for c in chunks if c is not None}
 
     def keep(self, header: ChunkHeader, kv_bytes: int, take: Callable[[], StoredRun]) -> Kept:
         """Store a chunk; room is made before ``take`` copies anything."""
-        if header.key in self._store:
-            return "present"
-        reservation = self._store.reserve(kv_bytes + header.ids_bytes)
-        if reservation is None:
-            return "refused"
-        with reservation:
-            chunk = Chunk(header, take())
-            if not self._store.put(chunk, reservation):
-                return "refused"
+        expires = None if self._ttl_s is None else time.time() + self._ttl_s
+        kept, chunk = self._store.keep(header, kv_bytes, take, expires)
+        if chunk is None:
+            return kept
         with self._lock:
             self._index.add(header)
+            self._note_end(header.key, expires)
         if self.recorder is not None:
             key_norm = 0.0 if self._worth is None else self._worth(chunk).importance
             self.recorder.kept(header, chunk.nbytes, key_norm=key_norm)
         if header.key not in self._store:  # evicted between the two locks
             self._discard(header.key)
-        return "kept"
+        return kept
 
     def used(self, plan: Plan, chunks: Mapping[str, StoredRun]) -> None:
         """Note in the trace which chunks a plan takes; they are pinned now."""
@@ -159,38 +185,95 @@ class Library:
                 self.recorder.used(header, Chunk(header, chunks[key]).nbytes, tokens)
 
     def has(self, header: ChunkHeader) -> bool:
-        """Whether the chunk is stored."""
+        """Whether the chunk is stored. What the disk should have, and lacks, is sent there again."""
+        self._catch_up(header.scope)
+        self._store.ensure_on_disk(header)
         return header.key in self._store
 
     def with_content(self, scope: Scope, tokens: IntArray) -> list[ChunkHeader]:
         """Chunks that hold exactly these tokens."""
+        self._catch_up(scope)
         with self._lock:
             return self._index.find_content(scope, tokens)
 
     def headers(self, scope: Scope) -> list[ChunkHeader]:
         """All chunks of a scope."""
-        return list(self._store.scan(scope))
+        return self._store.headers(scope)
 
     def headers_in(self, namespace: str) -> list[ChunkHeader]:
         """All chunks of a tenant, under every fingerprint that the model has had."""
-        return [header for header in self._store.scan() if header.scope.namespace == namespace]
+        return self._store.headers_in(namespace)
 
     def delete(self, keys: Sequence[str]) -> int:
-        """Forget chunks; returns how many there were."""
+        """Forget chunks in every tier; returns how many there were."""
         if self.recorder is not None:
             self.recorder.dropped(keys)
-        return sum(self._store.delete(key) for key in keys)
+        deleted = self._store.delete(keys)
+        for key in keys:
+            self._discard(key)
+        return deleted
 
     def clear(self) -> int:
-        """Forget all chunks; returns how many there were."""
-        return self._store.clear()
+        """Forget what is in RAM; what is on disk stays there. Returns how many chunks there were."""
+        return self._store.clear_ram()
+
+    def close(self) -> None:
+        """Write what waits for the disk, close it, and free RAM. What comes later is kept in RAM only."""
+        self._store.close()
+
+    def on_disk(self, keys: Sequence[str]) -> int:
+        """How many chunks are on disk now; waits until what was kept so far is written, or has failed."""
+        return self._store.on_disk(keys)
+
+    def loading_s(self, keys: Iterable[str]) -> float:
+        """Seconds that it takes to bring chunks from disk that RAM lacks."""
+        return self._store.loading_s(keys)
+
+    def not_in_ram(self, keys: Iterable[str]) -> list[str]:
+        """Chunks that only the disk has."""
+        return [key for key in keys if not self._store.in_ram(key)]
 
     def stats(self) -> StoreStats:
-        """State of the store."""
+        """State of RAM."""
         return self._store.stats()
 
-    def _left(self, header: ChunkHeader) -> None:
-        self._discard(header.key)
+    def disk_stats(self) -> DiskStats | None:
+        """State of the disk; None without one."""
+        return self._store.disk_stats()
+
+    @property
+    def evictions(self) -> int:
+        """Chunks that left the last tier to make room."""
+        return self._store.evictions
+
+    def _catch_up(self, scope: Scope) -> None:
+        """Bring the index up to date with the clock and with what other processes did on disk."""
+        self._expire()
+        news = self._store.refresh(scope)
+        if not (news.added or news.evicted or news.deleted):
+            return
+        with self._lock:
+            self._index.add_many(header for header, _ in news.added)
+            for header, expires in news.added:
+                self._note_end(header.key, expires)
+        for key in (*news.evicted, *news.deleted):
+            if key not in self._store:
+                self._discard(key)
+
+    def _expire(self) -> None:
+        if not self._ends or self._ends[0][0] > (now := time.time()):
+            return
+        over = []
+        with self._lock:
+            while self._ends and self._ends[0][0] <= now:
+                over.append(heapq.heappop(self._ends)[1])
+        self._store.delete(over, expired=True)
+        for key in over:
+            self._discard(key)
+
+    def _note_end(self, key: str, expires: float | None) -> None:
+        if expires is not None:
+            heapq.heappush(self._ends, (expires, key))
 
     def _discard(self, key: str) -> None:
         with self._lock:

@@ -22,7 +22,7 @@ from .errors import RequestTimeoutError
 from .hf import generation_settings, stop_strings
 from .keeping import Keeper
 from .kv import Cancelled
-from .library import Library
+from .library import Library, Match
 from .planner import Plan, make_plan, without_approximate
 from .prefill import Executed, Executor
 from .repair import Recipe
@@ -93,6 +93,7 @@ class Served:
         new: stretches of the prompt that nothing stored holds.
         recipe: what repaired it.
         queue_s, lookup_s, prefill_s: seconds, see `Timing`.
+        fetch_s: seconds until the chunks were at hand.
         stored_tokens: tokens added to the store so far.
     """
 
@@ -104,6 +105,7 @@ class Served:
     queue_s: float
     lookup_s: float
     prefill_s: float
+    fetch_s: float = 0.0
     stored_tokens: int = 0
 
     def usage(self, completion_tokens: int = 0) -> Usage:
@@ -124,7 +126,7 @@ class Served:
             queue_s=self.queue_s,
             tokenize_s=request.tokenize_s,
             lookup_s=self.lookup_s,
-            load_s=self.executed.load_s,
+            load_s=self.fetch_s + self.executed.load_s,
             prefill_s=self.prefill_s,
             model_s=self.executed.model_s,
             store_s=store_s,
@@ -163,13 +165,14 @@ class Serving:
             with self._library.pin(plan.keys) as chunks:
                 if chunks is None:
                     continue
+                fetched = time.perf_counter()
                 executed = self._execute(request, plan, chunks, room, recipe)
                 self._library.used(plan, chunks)
                 break
         else:
             plan, new = make_plan(len(request.ids), ()), ()
             reason = "the chunks that were found are evicted by now"
-            planned = time.perf_counter()
+            planned = fetched = time.perf_counter()
             executed = self._execute(request, plan, {}, room, recipe)
         return Served(
             plan,
@@ -179,7 +182,8 @@ class Serving:
             recipe,
             queue_s=begun - request.started - request.tokenize_s,
             lookup_s=planned - begun,
-            prefill_s=time.perf_counter() - planned - executed.load_s,
+            prefill_s=time.perf_counter() - fetched - executed.load_s,
+            fetch_s=fetched - planned,
         )
 
     def answer(self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None]) -> tuple[Generation, Served]:
@@ -264,6 +268,7 @@ class Serving:
         # Text already stored is looked up even when this call may not use it, so that it is not stored again.
         match = self._library.match(request.scope, request.ids, approximate=self._config.reuse == "approximate")
         new = _gaps(n, [(hit.start, hit.end) for hit in match.hits])
+        match = self._without_slow(match)
         # What cannot be repaired has no place in a prompt that is to equal a full prefill.
         whole = self._lossy and recipe.everything
         exact, settled = ((), None) if whole else (match.exact, match.served)
@@ -277,10 +282,20 @@ class Serving:
     def _no_exact(self) -> str:
         return f"nothing stored with kv_bits={self._config.kv_bits!r} is exact"
 
+    def _without_slow(self, match: Match) -> Match:
+        """Leave out what only the disk has, if it takes longer to bring it from there than to compute it."""
+        if self.costs is None:
+            return match
+        far = set(self._library.not_in_ram(match.headers))
+        tokens = sum(hit.length for hit in match.hits if hit.key in far)
+        return match.without(far) if self.costs.is_slower(self._library.loading_s(far), tokens) else match
+
     def _fallback(self, plan: Plan, recipe: Recipe) -> str | None:
         if self.costs is None or not self._config.fallback:
             return None
-        reuse, compute = self.costs.reuse(plan, recipe), self.costs.compute(plan)
+        exact = [segment.key for segment in plan.segments if segment.kind == "exact" and segment.key is not None]
+        reuse = self.costs.reuse(plan, recipe) + self._library.loading_s(plan.keys)
+        compute = self.costs.compute(plan) + self._library.loading_s(exact)
         if reuse < WORTH * compute:
             return None
         return f"reuse is not worth an approximation: {reuse:.3g} s predicted, computing takes {compute:.3g} s"

@@ -129,6 +129,7 @@ class WarmReport:
         too_short: texts with fewer tokens than an anchor (16), which cannot be found inside a prompt.
         rejected: texts whose KV does not fit the budget, even after eviction.
         chunks, tokens, stored_bytes: what was added.
+        on_disk: chunks of those that are on disk now, for good; 0 without `disk_path`.
         evicted: chunks that left the store in the meantime to make room, perhaps some of these: then the budget is too
             small for the documents.
         seconds: wall clock.
@@ -142,8 +143,53 @@ class WarmReport:
     chunks: int = 0
     tokens: int = 0
     stored_bytes: int = 0
+    on_disk: int = 0
     evicted: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskStats:
+    """State of a folder of stored KV, and totals of this process.
+
+    Attributes:
+        chunks: chunks that can be loaded.
+        newer_chunks: chunks of a newer version of kvboost-rag, which are neither used nor deleted.
+        stored_bytes: bytes of all files and what the catalogue says of them, including what is being written.
+        budget_bytes: their limit.
+        read_only: nothing is written.
+        written, written_bytes: chunks written, and the bytes of their files.
+        loads, loaded_bytes, load_s: chunks mapped, their bytes, and the seconds until they were ready to be read.
+        evictions: chunks pushed out to make room.
+        rejections: chunks that do not fit the budget.
+        bad: damaged entries that were dropped, to be computed again.
+        vanished: chunks whose file was gone.
+        newer: loads refused because a newer version wrote the file.
+        unwritten: chunks that were not written because too much waited to be written.
+        write_errors: chunks that could not be written: the disk was full, or the like.
+        waiting_bytes: bytes that wait to be written.
+        last_error: what went wrong last.
+    """
+
+    chunks: int = 0
+    newer_chunks: int = 0
+    stored_bytes: int = 0
+    budget_bytes: int = 0
+    read_only: bool = False
+    written: int = 0
+    written_bytes: int = 0
+    loads: int = 0
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    evictions: int = 0
+    rejections: int = 0
+    bad: int = 0
+    vanished: int = 0
+    newer: int = 0
+    unwritten: int = 0
+    write_errors: int = 0
+    waiting_bytes: int = 0
+    last_error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +203,7 @@ class EngineStats:
         fallbacks: requests by fallback reason.
         chunks, stored_bytes, budget_bytes, pinned_bytes: state of the RAM store.
         evictions, rejections: chunks pushed out of, or refused by, the RAM store.
+        disk: state of the store on disk; None without one.
     """
 
     requests: int = 0
@@ -174,6 +221,7 @@ class EngineStats:
     pinned_bytes: int = 0
     evictions: int = 0
     rejections: int = 0
+    disk: DiskStats | None = None
 
 
 class Totals:
@@ -193,7 +241,8 @@ class Totals:
             if fallback_reason is not None:
                 self._fallbacks[fallback_reason.split(":")[0]] += 1
 
-    def snapshot(self, **store: int) -> EngineStats:
+    def snapshot(self, **store: Any) -> EngineStats:
         """The sums so far, together with the state of the store."""
         with self._lock:
-            return EngineStats(**self._sums, fallbacks=dict(self._fallbacks), **store)
+            sums: dict[str, Any] = dict(self._sums)
+            return EngineStats(**sums, fallbacks=dict(self._fallbacks), **store)

@@ -88,7 +88,8 @@ class Warmer:
             started: when the call began, `time.perf_counter`.
         """
         totals: Counter[str] = Counter()
-        evictions = self._keeper.library.stats().evictions
+        library, keys = self._keeper.library, list[str]()
+        evictions = library.evictions
         if named and len(context):
             self._store_context(scope, context, running)
         # Exact mode can only use what was encoded behind a prompt's own beginning.
@@ -98,17 +99,20 @@ class Warmer:
                 for outcome, stored in self._pack(scope, context, pack, packed, running):
                     totals[outcome] += 1
                     totals.update(chunks=stored.chunks, tokens=stored.tokens, stored_bytes=stored.stored_bytes)
+                    keys.extend(stored.keys)
                     bar.update()
-        if (recorder := self._keeper.library.recorder) is not None:
+        on_disk = library.on_disk(keys)  # waits until everything is written
+        if (recorder := library.recorder) is not None:
             recorder.warmed(scope.namespace, time.perf_counter() - started)
-        store = self._keeper.library.stats()
-        if evicted := store.evictions - evictions:
+        if evicted := library.evictions - evictions:
+            disk = library.disk_stats()
             _log.warning(
-                "warming %d documents pushed %d chunks out of the store: ram_budget_bytes=%d is too small to keep all; "
-                "raise it, or warm fewer documents",
+                "warming %d documents pushed %d chunks out of the store: %s=%d is too small to keep all; raise it, or "
+                "warm fewer documents",
                 len(documents),
                 evicted,
-                store.budget_bytes,
+                "ram_budget_bytes" if disk is None else "disk_budget_bytes",
+                library.stats().budget_bytes if disk is None else disk.budget_bytes,
             )
         return WarmReport(
             documents=len(documents),
@@ -119,6 +123,7 @@ class Warmer:
             chunks=totals["chunks"],
             tokens=totals["tokens"],
             stored_bytes=totals["stored_bytes"],
+            on_disk=on_disk,
             evicted=evicted,
             seconds=time.perf_counter() - started,
         )
@@ -205,7 +210,13 @@ class Warmer:
         tiles = self._keeper.document_tiles(ids, max(self._window - len(context) - extra, ANCHOR_TOKENS))
         blocks = [[tile] for tile in tiles] if extra else _blocks(tiles, self._window - len(context))
         outcomes = [self._block(scope, context, ids, block, running) for block in blocks]
-        total = Stored(*(sum(getattr(s, name) for _, s in outcomes) for name in ("chunks", "tokens", "stored_bytes")))
+        parts = [stored for _, stored in outcomes]
+        total = Stored(
+            chunks=sum(part.chunks for part in parts),
+            tokens=sum(part.tokens for part in parts),
+            stored_bytes=sum(part.stored_bytes for part in parts),
+            keys=tuple(key for part in parts for key in part.keys),
+        )
         kinds = {outcome for outcome, _ in outcomes}
         return next(kind for kind in ("computed", "rejected", "warm") if kind in kinds), total
 

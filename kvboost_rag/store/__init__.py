@@ -1,21 +1,30 @@
 """Where chunks live: tiers behind one small interface."""
 
+from ..stats import DiskStats
 from .codec import Codec, KVShape, codec_for, codec_of
+from .disk import DiskStore
 from .eviction import LRU, Entry, Policy
 from .memory import MemoryStore, Reservation
+from .reading import DiskReader
 from .tier import Chunk, StoreStats, Tier
+from .tiered import Kept, TieredStore
 
 __all__ = [
     "LRU",
     "Chunk",
     "Codec",
+    "DiskReader",
+    "DiskStats",
+    "DiskStore",
     "Entry",
     "KVShape",
+    "Kept",
     "MemoryStore",
     "Policy",
     "Reservation",
     "StoreStats",
     "Tier",
+    "TieredStore",
     "codec_for",
     "codec_of",
 ]

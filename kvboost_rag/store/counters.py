@@ -6,54 +6,11 @@ import logging
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+
+from ..stats import DiskStats
 
 _log = logging.getLogger("kvboost_rag")
 WARN_EVERY_S = 60.0  # a full disk fails every write; one line a minute says it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskStats:
-    """State of a folder of stored KV, and totals of this process.
-
-    Attributes:
-        chunks: chunks that can be loaded.
-        newer_chunks: chunks of a newer version of kvboost-rag, which are neither used nor deleted.
-        stored_bytes: bytes of all files and what the catalogue says of them, including what is being written.
-        budget_bytes: their limit.
-        read_only: nothing is written.
-        written, written_bytes: chunks written, and the bytes of their files.
-        loads, loaded_bytes, load_s: chunks mapped, their bytes, and the seconds until they were ready to be read.
-        evictions: chunks pushed out to make room.
-        rejections: chunks that do not fit the budget.
-        bad: damaged entries that were dropped, to be computed again.
-        vanished: chunks whose file was gone.
-        newer: loads refused because a newer version wrote the file.
-        unwritten: chunks that were not written because too much waited to be written.
-        write_errors: chunks that could not be written: the disk was full, or the like.
-        waiting_bytes: bytes that wait to be written.
-        last_error: what went wrong last.
-    """
-
-    chunks: int = 0
-    newer_chunks: int = 0
-    stored_bytes: int = 0
-    budget_bytes: int = 0
-    read_only: bool = False
-    written: int = 0
-    written_bytes: int = 0
-    loads: int = 0
-    loaded_bytes: int = 0
-    load_s: float = 0.0
-    evictions: int = 0
-    rejections: int = 0
-    bad: int = 0
-    vanished: int = 0
-    newer: int = 0
-    unwritten: int = 0
-    write_errors: int = 0
-    waiting_bytes: int = 0
-    last_error: str | None = None
 
 
 class Tally:
@@ -70,6 +27,11 @@ class Tally:
         """Count."""
         with self._lock:
             self._counts.update(counts)
+
+    def count(self, name: str) -> int:
+        """One of the counts."""
+        with self._lock:
+            return self._counts[name]
 
     def loaded(self, nbytes: int, seconds: float) -> None:
         """Count a load."""

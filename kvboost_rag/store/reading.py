@@ -12,9 +12,10 @@ from pathlib import Path
 from ..chunks import ChunkHeader, Scope
 from ..errors import StoreError
 from ..kv import StoredRun
+from ..stats import DiskStats
 from . import files
 from .catalogue import Catalogue, Row
-from .counters import DiskStats, Tally
+from .counters import Tally
 from .tier import Chunk
 
 

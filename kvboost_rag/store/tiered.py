@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +19,8 @@ from typing import Literal
 from ..chunks import ChunkHeader, Scope
 from ..errors import KVBoostError
 from ..kv import StoredRun
+from ..stats import DiskStats
 from .codec import codec_of
-from .counters import DiskStats
 from .disk import DiskStore
 from .eviction import Policy, Worth
 from .memory import MemoryStore
@@ -60,8 +59,6 @@ class TieredStore:
         self.disk = disk
         self._ram: MemoryStore[StoredRun] = MemoryStore(budget_bytes, policy, self._left_ram, worth)
         self._writer: Writer | None = None
-        self._lost = 0
-        self._lock = threading.Lock()
         # Writer and disk know this store weakly: whoever forgets to close it loses nothing, and leaves nothing open.
         if isinstance(disk, DiskStore):
             self._writer = Writer(partial(_write, disk, weakref.WeakMethod(self._failed)), write_behind_bytes)
@@ -280,27 +277,22 @@ class TieredStore:
         return replace(self.disk.stats(), waiting_bytes=waiting)
 
     @property
-    def lost(self) -> int:
-        """Chunks that left all tiers to make room."""
-        return self._lost
+    def evictions(self) -> int:
+        """Chunks that left the last tier to make room."""
+        return self._ram.stats().evictions if self.disk is None else self.disk.tally.count("evictions")
 
     def _failed(self, key: str) -> None:
         """A chunk was not written."""
         if key not in self._ram:
-            self._leave(key)
+            self._on_leave(key)
 
     def _left_ram(self, header: ChunkHeader) -> None:
         if not self._is_kept(header.key):
-            self._leave(header.key)
+            self._on_leave(header.key)
 
     def _left_disk(self, key: str) -> None:
         if key not in self._ram and (self._writer is None or key not in self._writer):
-            self._leave(key)
-
-    def _leave(self, key: str) -> None:
-        with self._lock:
-            self._lost += 1
-        self._on_leave(key)
+            self._on_leave(key)
 
 
 Heard = weakref.WeakMethod[Callable[[str], None]]
