@@ -8,11 +8,11 @@ are put through the codec where they stand in a prompt, and the answer is compar
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from .calibration import ANSWER_TOKENS, read_scores, write_scores
 from .calibration_text import ORDERS, PASSAGES, PROMPT, QUESTIONS
@@ -87,9 +87,10 @@ def check_codec(
     path = None if folder is None else Path(folder).expanduser() / f"{identity}-codec.json"
     scores = read_scores(path, {"kl", "nothing_kl"})
     if scores is None:
-        scores = _measure(executor, _prompts(executor.runner.spec, encoder), codec)
-        write_scores(path, scores)
-    check = CodecCheck(codec.name, scores["kl"], scores["nothing_kl"])
+        check = measure_codec(executor, encoder, codec)
+        write_scores(path, {"kl": check.kl, "nothing_kl": check.nothing_kl})
+    else:
+        check = CodecCheck(codec.name, scores["kl"], scores["nothing_kl"])
     if not check.loss <= check.limit:
         raise UnsupportedModelError(
             f"kv_bits={config.kv_bits!r} takes {check.loss:.2g} of what documents change in this model's answers (KL "
@@ -97,6 +98,16 @@ def check_codec(
             f"kv_bits={_MILDER[config.kv_bits]!r}"
         )
     return check
+
+
+def measure_codec(executor: Executor, encoder: PromptEncoder | None, codec: Codec) -> CodecCheck:
+    """What a codec costs on the built-in text, or on numbers where there is no tokenizer."""
+    prompts = _prompts(executor.runner.spec, encoder)
+    kl = nothing_kl = 0.0
+    for prompt in prompts:
+        encoded, nothing = _divergences(executor, prompt, codec)
+        kl, nothing_kl = kl + encoded / len(prompts), nothing_kl + nothing / len(prompts)
+    return CodecCheck(codec.name, kl, nothing_kl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,33 +143,27 @@ def _numbers(spec: ModelSpec, count: int, seed: str) -> IntArray:
     return as_ids([(start + 7919 * i * i + 104729 * i) % spec.vocab for i in range(count)])
 
 
-def _measure(executor: Executor, prompts: list[_Prompt], codec: Codec) -> dict[str, float]:
+def _divergences(executor: Executor, prompt: _Prompt, codec: Codec) -> tuple[float, float]:
+    """KL of the answer from encoded documents, and of that from none, to the one from full KV, nats."""
     runner, recipe = executor.runner, Recipe(strategy="none")
-    scores = {"kl": 0.0, "nothing_kl": 0.0}
-    for prompt in prompts:
-        n, (start, end) = len(prompt.ids), (prompt.documents[0][0], prompt.documents[-1][1])
-        full = executor.run(prompt.ids, make_plan(n, ()), {}, recipe, room=ANSWER_TOKENS)
-        answer = runner.greedy(full.kv, full.cache, full.logits, ANSWER_TOKENS)
-        reference = runner.log_probs(full.kv, full.cache, full.logits, answer)
-        runs: dict[str, StoredRun] = {
-            str(a): codec.encode(full.kv, a, b, executor.rope) for a, b in prompt.documents if b > a
-        }
-        rest = as_ids(np.concatenate([prompt.ids[:start], prompt.ids[end:]]))
-        arms = {"kl": (prompt.ids, _plan(prompt), runs), "nothing_kl": (rest, make_plan(len(rest), ()), {})}
-        for name, (ids, plan, chunks) in arms.items():
-            done = executor.run(ids, plan, chunks, recipe, room=ANSWER_TOKENS)
-            other = runner.log_probs(done.kv, done.cache, done.logits, answer)
-            scores[name] += float(_kl(reference, other)) / len(prompts)
-    return scores
+    full = executor.run(prompt.ids, make_plan(len(prompt.ids), ()), {}, recipe, room=ANSWER_TOKENS)
+    answer = runner.greedy(full.kv, full.cache, full.logits, ANSWER_TOKENS)
+    reference = runner.log_probs(full.kv, full.cache, full.logits, answer)
+
+    def against(ids: IntArray, plan: Plan, chunks: Mapping[str, StoredRun]) -> float:
+        done = executor.run(ids, plan, chunks, recipe, room=ANSWER_TOKENS)
+        other = runner.log_probs(done.kv, done.cache, done.logits, answer)
+        return float((reference.exp() * (reference - other)).sum(-1).mean())
+
+    encoded = {str(a): codec.encode(full.kv, a, b, executor.rope) for a, b in prompt.documents}
+    start, end = prompt.documents[0][0], prompt.documents[-1][1]
+    rest = as_ids(np.concatenate([prompt.ids[:start], prompt.ids[end:]]))
+    return against(prompt.ids, _plan(prompt), encoded), against(rest, make_plan(len(rest), ()), {})
 
 
 def _plan(prompt: _Prompt) -> Plan:
     """Documents out of the store, right where they are; all else computed."""
     n, start, end = len(prompt.ids), prompt.documents[0][0], prompt.documents[-1][1]
     segments = [Segment("compute", 0, start)] if start else []
-    segments += [Segment("approximate", a, b, str(a), settled=True, lossy=True) for a, b in prompt.documents if b > a]
+    segments += [Segment("approximate", a, b, str(a), settled=True, lossy=True) for a, b in prompt.documents]
     return Plan(n, (*segments, Segment("compute", end, n)))
-
-
-def _kl(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return (reference.exp() * (reference - other)).sum(-1).mean()

@@ -97,7 +97,7 @@ def test_no_number_is_off_by_more_than_half_a_step(bits: int, data: Any) -> None
     for dim in (0, 1, 2):
         y = x + shift
         codes, least, span = quantise(y, dim, bits)
-        off = (dequantise(codes, least, span, bits) - y).abs()
+        off = (dequantise(codes, least, span, (1 << bits) - 1) - y).abs()
         # The least value is rounded down to float16, which has 11 bits; so much wider the range gets.
         wide = y.amax(dim, keepdim=True) - y.amin(dim, keepdim=True) + y.abs().amax(dim, keepdim=True) * 2**-10
         assert bool((off <= 0.56 * wide / ((1 << bits) - 1) + 2e-7).all())
@@ -108,7 +108,7 @@ def test_numbers_about_zero_are_within_a_step_and_one_sided_ones_too(bits: int) 
     x = torch.randn((4, 50, 16), generator=torch.Generator().manual_seed(1))
     for y in (x, x.abs() + 0.5, -x.abs() - 0.5, x * 1e5, torch.zeros_like(x)):
         codes, zero, span = quantise_about_zero(y, bits)
-        off = (dequantise(codes, least_of(zero, span), span, bits) - y).abs()
+        off = (dequantise(codes, least_of(zero, span), span, (1 << bits) - 1) - y).abs()
         assert bool((off <= steps(y, -1, bits) * (1.0 if bits == 8 else 0.55) + 1e-9).all())
 
 

@@ -45,12 +45,12 @@ class PlainCodec:
         return tokens * per_token * shape.dtype.itemsize
 
 
-# Groups of 8-bit keys may be long: their step is fine enough, and least values and steps cost bytes.
+# Groups of keys are long: shorter ones gain less than the bytes of their least values and spans cost (measured).
 _BY_BITS: dict[KVBits, Codec] = {
     16: PlainCodec(),
     8: QuantisedCodec("int8", key_bits=8, value_bits=8, key_group=128),
     "8/4": QuantisedCodec("int8-int4", key_bits=8, value_bits=4, key_group=128),
-    4: QuantisedCodec("int4", key_bits=4, value_bits=4, key_group=40),
+    4: QuantisedCodec("int4", key_bits=4, value_bits=4, key_group=128, wide_share=4),
 }
 _BY_NAME: dict[str, Codec] = {codec.name: codec for codec in _BY_BITS.values()}
 

@@ -19,21 +19,25 @@ def compact(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(x: torch.Tensor, dim: int, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, least values and steps of groups that span ``dim`` of ``x`` (float32).
+    """Codes, least values and spans of groups that reach along ``dim`` of ``x`` (float32).
 
     Returns:
         codes: uint8 like ``x``, 0 to 2^bits − 1.
         least, span: size 1 along ``dim``, float16 (float32 where that overflows); see `dequantise`. The span of all
             codes is kept, and not the step of one, because float16 has fewer digits for small numbers.
     """
-    levels = (1 << bits) - 1
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     # Without the leeway, what is decoded and encoded again would sink by a step of float16 each time.
     least = compact(_rounded_down(low + (high - low) * LEEWAY))
-    base = least.to(torch.float32)
-    span = compact(high - base)
-    codes = (x - base).mul_(_codes_per_unit(span, levels)).round_().clamp_(0, levels)
-    return codes.to(torch.uint8), least, span
+    span = compact(high - least.to(torch.float32))
+    return codes_of(x, least, span, bits), least, span
+
+
+def codes_of(x: torch.Tensor, least: torch.Tensor, span: torch.Tensor, bits: int) -> torch.Tensor:
+    """The nearest codes, uint8, of numbers in groups whose least values and spans are known."""
+    levels = (1 << bits) - 1
+    codes = (x - least.to(torch.float32)).mul_(_codes_per_unit(span, levels)).round_().clamp_(0, levels)
+    return codes.to(torch.uint8)
 
 
 def quantise_about_zero(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -44,12 +48,10 @@ def quantise_about_zero(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch
         zero: uint8, size 1 along the last dimension, in 255ths of the range; see `least_of`.
         span: likewise, float16 (float32 where that overflows).
     """
-    levels = (1 << bits) - 1
     low, high = x.amin(-1, keepdim=True).clamp_max_(0), x.amax(-1, keepdim=True).clamp_min_(0)
     span = compact(high - low)
     zero = (low * _codes_per_unit(span, -ZEROS)).round_().clamp_(0, ZEROS).to(torch.uint8)
-    codes = (x - least_of(zero, span)).mul_(_codes_per_unit(span, levels)).round_().clamp_(0, levels)
-    return codes.to(torch.uint8), zero, span
+    return codes_of(x, least_of(zero, span), span, bits), zero, span
 
 
 def least_of(zero: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
@@ -57,11 +59,12 @@ def least_of(zero: torch.Tensor, span: torch.Tensor) -> torch.Tensor:
     return span.to(torch.float32) * zero.to(torch.float32).mul_(-1 / ZEROS)
 
 
-def dequantise(codes: torch.Tensor, least: torch.Tensor, span: torch.Tensor, bits: int) -> torch.Tensor:
-    """The numbers, float32: ``least + code · span / (2^bits − 1)``; both broadcast against ``codes``."""
+def dequantise(
+    codes: torch.Tensor, least: torch.Tensor, span: torch.Tensor, levels: float | torch.Tensor
+) -> torch.Tensor:
+    """The numbers, float32: ``least + codes · span / levels``; all broadcast against ``codes``."""
     out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    step = span.to(torch.float32) / ((1 << bits) - 1)
-    return torch.addcmul(least.to(torch.float32), codes.to(torch.float32), step, out=out)
+    return torch.addcmul(least.to(torch.float32), codes.to(torch.float32), span.to(torch.float32) / levels, out=out)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -83,6 +86,17 @@ def unpack(packed: torch.Tensor, bits: int, width: int) -> torch.Tensor:
     torch.bitwise_and(packed, 15, out=codes[..., :half])
     torch.bitwise_right_shift(packed[..., : width - half], 4, out=codes[..., half:])
     return codes
+
+
+def pack_pairs(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of 2 bits four to a byte along the last dimension, whose width is a multiple of 4."""
+    quarters = codes.view(*codes.shape[:-1], 4, codes.shape[-1] // 4)
+    return quarters[..., 0, :] | quarters[..., 1, :] << 2 | quarters[..., 2, :] << 4 | quarters[..., 3, :] << 6
+
+
+def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
+    """Codes out of `pack_pairs`."""
+    return torch.cat([packed & 3, packed >> 2 & 3, packed >> 4 & 3, packed >> 6], -1)
 
 
 def packed_width(width: int, bits: int) -> int:

@@ -19,12 +19,37 @@ import torch
 from ..kv import KVRun, RequestKV, StoredRun
 from ..rope import Rope
 from .codec_base import KVShape, named
-from .quantise import compact, dequantise, least_of, pack, packed_width, quantise, quantise_about_zero, unpack
+from .quantise import (
+    codes_of,
+    compact,
+    dequantise,
+    least_of,
+    pack,
+    pack_pairs,
+    packed_width,
+    quantise,
+    quantise_about_zero,
+    unpack,
+    unpack_pairs,
+)
 
 FIRST_TOKENS = 4
-_NAMES = (
-    "first_keys", "first_values", "keys", "keys_least", "keys_span", "values", "values_zero", "values_span"
-)  # fmt: skip
+FINE_BITS = 2  # more, for wide channels
+_BYTES, _FLOATS = {torch.uint8}, {torch.float16, torch.bfloat16, torch.float32}
+_DTYPES = {
+    "first_keys": _FLOATS,
+    "first_values": _FLOATS,
+    "keys": _BYTES,
+    "keys_least": _FLOATS,
+    "keys_span": _FLOATS,
+    "values": _BYTES,
+    "values_zero": _BYTES,
+    "values_span": _FLOATS,
+    "keys_wide": {torch.uint8, torch.int16},
+    "keys_fine": _BYTES,
+}
+_WIDE_NAMES = ("keys_wide", "keys_fine")
+_NAMES = tuple(name for name in _DTYPES if name not in _WIDE_NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +61,8 @@ class QuantisedCodec:
         key_bits, value_bits: 4 or 8.
         key_group: tokens that share a channel's least value and span; a run has as many groups as fit, of equal size.
         value_group: most channels that share those of a token.
+        wide_share: one channel of so many gets 2 bits more, per head those that reach furthest; 0 gives them to none.
+            In few bits they make most of the error, and a quarter of them costs half a bit per number.
     """
 
     name: str
@@ -43,6 +70,7 @@ class QuantisedCodec:
     value_bits: int
     key_group: int
     value_group: int = 64
+    wide_share: int = 0
     lossless: bool = False
 
     def encode(self, kv: RequestKV, start: int, end: int, rope: Rope | None) -> StoredRun:
@@ -58,22 +86,17 @@ class QuantisedCodec:
         keys = rope.angles(positions).unrotate(kv.keys[:, :, first:end])
         if (bias := rope.key_bias) is not None:
             keys -= bias
-        edges = _edges(end - first, self.key_group)
-        parts = [quantise(keys[:, :, a:b], 2, self.key_bits) for a, b in edges]
         values = kv.values[:, :, first:end].to(torch.float32)
         width = _divisor(values.shape[-1], self.value_group)
         codes, zero, span = quantise_about_zero(
             values.view(*values.shape[:-1], values.shape[-1] // width, width), self.value_bits
         )
-        none = keys.new_empty((*keys.shape[:2], 0, keys.shape[3]))
         return QuantisedRun(
             self,
             {
                 "first_keys": _sixteen_bits(kv.keys[:, :, start:first]),
                 "first_values": _sixteen_bits(kv.values[:, :, start:first]),
-                "keys": pack(torch.cat([none.to(torch.uint8), *[p[0] for p in parts]], 2), self.key_bits),
-                "keys_least": torch.cat([none.to(torch.float16), *[p[1] for p in parts]], 2),
-                "keys_span": torch.cat([none.to(torch.float16), *[p[2] for p in parts]], 2),
+                **self._key_tensors(keys),
                 "values": pack(codes.flatten(-2), self.value_bits),
                 "values_zero": zero.squeeze(-1),
                 "values_span": span.squeeze(-1),
@@ -82,17 +105,61 @@ class QuantisedCodec:
             value_dim=values.shape[-1],
         )
 
+    def _key_tensors(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Keys ``(layers, kv_heads, seq, head_dim)`` without rotation and bias, float32, in groups of tokens."""
+        none = keys.new_empty((*keys.shape[:2], 0, keys.shape[3]))
+        codes, least, span = [none.to(torch.uint8)], [none.to(torch.float16)], [none.to(torch.float16)]
+        wide, fine = self._widest(keys), list[torch.Tensor]()
+        for a, b in _edges(keys.shape[2], self.key_group):
+            part = keys[:, :, a:b]
+            coarse, low, reach = quantise(part, 2, self.key_bits)
+            if wide is not None:
+                chosen = wide.long()
+                args = (
+                    part.gather(3, chosen.expand(-1, -1, b - a, -1)),
+                    low.gather(3, chosen),
+                    reach.gather(3, chosen),
+                )
+                six = codes_of(*args, self.key_bits + FINE_BITS)
+                coarse.scatter_(3, chosen.expand_as(six), six >> FINE_BITS)
+                fine.append(pack_pairs(six & 3))
+            for found, one in ((codes, coarse), (least, low), (span, reach)):
+                found.append(one)
+        tensors = {
+            "keys": pack(torch.cat(codes, 2), self.key_bits), "keys_least": torch.cat(least, 2),
+            "keys_span": torch.cat(span, 2),
+        }  # fmt: skip
+        if wide is None:
+            return tensors
+        empty = none[..., : wide.shape[-1] // 4].to(torch.uint8)
+        return {**tensors, "keys_wide": wide, "keys_fine": torch.cat([empty, *fine], 2)}
+
+    def _widest(self, keys: torch.Tensor) -> torch.Tensor | None:
+        """Indices ``(layers, kv_heads, 1, n)`` of the channels that reach furthest; None where there are none."""
+        count = self.wide_channels(keys.shape[3])
+        if not count:
+            return None
+        reach = keys.new_zeros((*keys.shape[:2], keys.shape[3]))
+        if keys.shape[2]:
+            reach = keys.amax(2) - keys.amin(2)
+        found = reach.topk(count, -1).indices.sort(-1).values[:, :, None]
+        return found.to(torch.uint8 if keys.shape[3] <= 256 else torch.int16)
+
+    def wide_channels(self, head_dim: int) -> int:
+        """Channels of a head that get more bits; four fill a byte of theirs."""
+        return head_dim // self.wide_share // 4 * 4 if self.wide_share else 0
+
     def load(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> StoredRun:
         """A run over tensors that `encode` made.
 
         Raises:
             ValueError: they do not fit together.
         """
-        named(tensors, *_NAMES)
         try:
             head_dim, value_dim = int(metadata["head_dim"]), int(metadata["value_dim"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the metadata {dict(metadata)!r} tells no head_dim and value_dim") from error
+        named(tensors, *_NAMES, *(_WIDE_NAMES if self.wide_channels(head_dim) else ()))
         run = QuantisedRun(self, dict(tensors), head_dim=head_dim, value_dim=value_dim)
         run.check()
         return run
@@ -102,6 +169,8 @@ class QuantisedCodec:
         rest = max(tokens - FIRST_TOKENS, 0)
         keys = rest * packed_width(shape.head_dim, self.key_bits)
         keys += len(_edges(rest, self.key_group)) * shape.head_dim * 4
+        wide = self.wide_channels(shape.head_dim)
+        keys += wide * (1 if shape.head_dim <= 256 else 2) + rest * wide // 4
         groups = shape.value_dim // _divisor(shape.value_dim, self.value_group)
         values = rest * (packed_width(shape.value_dim, self.value_bits) + groups * 3)
         first = (tokens - rest) * (shape.head_dim + shape.value_dim) * 2
@@ -178,7 +247,21 @@ class QuantisedRun:
             if bias is not None:
                 least = least + bias
             part = slice(a - begin, b - begin)
-            angles.rotate(dequantise(codes, least, span, self._codec.key_bits), target[:, :, part], part)
+            numbers, levels = self._key_codes(codes, a, b)
+            angles.rotate(dequantise(numbers, least, span, levels), target[:, :, part], part)
+
+    def _key_codes(self, coarse: torch.Tensor, a: int, b: int) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """Codes of tokens ``[a, b)``, those of wide channels with a fraction, and the greatest of each channel."""
+        levels = float((1 << self._codec.key_bits) - 1)
+        if "keys_wide" not in self._tensors:
+            return coarse, levels
+        chosen = self._tensors["keys_wide"].to(coarse.device, torch.int64)
+        fine = unpack_pairs(self._tensors["keys_fine"][:, :, a:b].to(coarse.device)).to(torch.float32)
+        fraction = 1 << FINE_BITS
+        most = torch.full((*chosen.shape[:3], self._head_dim), levels, device=coarse.device)
+        most.scatter_(3, chosen, levels + (fraction - 1) / fraction)
+        numbers = coarse.to(torch.float32)
+        return numbers.scatter_add_(3, chosen.expand_as(fine), fine.div_(fraction)), most
 
     def _place_values(self, target: torch.Tensor, begin: int, end: int) -> None:
         packed, zero, span = (
@@ -187,7 +270,9 @@ class QuantisedRun:
         codes = unpack(packed, self._codec.value_bits, self._value_dim)
         grouped = codes.view(*span.shape, codes.shape[-1] // span.shape[-1])
         least = least_of(zero, span)
-        target.copy_(dequantise(grouped, least[..., None], span[..., None], self._codec.value_bits).flatten(-2))
+        target.copy_(
+            dequantise(grouped, least[..., None], span[..., None], (1 << self._codec.value_bits) - 1).flatten(-2)
+        )
 
     def check(self) -> None:
         """Raise a ValueError if the tensors are not of one run."""
@@ -207,12 +292,13 @@ class QuantisedRun:
             "values_zero": (seq, groups),
             "values_span": (seq, groups),
         }
+        if wide := codec.wide_channels(self._head_dim):
+            expected |= {"keys_wide": (1, wide), "keys_fine": (seq, wide // 4)}
         lead = own["keys"].shape[:2]
         for name, shape in expected.items():
             if tuple(own[name].shape) != (*lead, *shape):
                 raise ValueError(f"{name} has shape {tuple(own[name].shape)}; expected {(*lead, *shape)}")
-            whole = name in ("keys", "values", "values_zero")
-            if (own[name].dtype == torch.uint8) != whole or not (whole or own[name].is_floating_point()):
+            if own[name].dtype not in _DTYPES[name]:
                 raise ValueError(f"{name} is of {own[name].dtype}")
 
 
