@@ -63,9 +63,9 @@ def only_file(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("exact", [True, False])
-def test_what_was_put_comes_back_in_this_process_and_after_a_restart(store, dtype, exact):
-    chunk = chunk_of(1, dtype=dtype, exact=exact)
+@pytest.mark.parametrize(("exact", "base"), [(True, 5), (True, 0), (False, 5)])
+def test_what_was_put_comes_back_in_this_process_and_after_a_restart(store, dtype, exact, base):
+    chunk = chunk_of(1, dtype=dtype, exact=exact, base=base)
     assert store.put(chunk)
     assert equal(store.get(chunk.header.key), chunk)
     again = reopened(store)

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from typing import Any
 
 from ..stats import DiskStats
 
@@ -65,18 +66,8 @@ class Tally:
         if not quiet:
             _log.warning(message, text)
 
-    def snapshot(
-        self, *, chunks: int, newer_chunks: int, stored_bytes: int, budget_bytes: int, read_only: bool
-    ) -> DiskStats:
+    def snapshot(self, **state: Any) -> DiskStats:
         """The counts so far, together with the state of the folder."""
         with self._lock:
-            return DiskStats(
-                chunks=chunks,
-                newer_chunks=newer_chunks,
-                stored_bytes=stored_bytes,
-                budget_bytes=budget_bytes,
-                read_only=read_only,
-                load_s=self._load_s,
-                last_error=self._last_error,
-                **self._counts,
-            )
+            counts: dict[str, Any] = dict(self._counts)
+            return DiskStats(**state, **counts, load_s=self._load_s, last_error=self._last_error)

@@ -256,7 +256,8 @@ def _checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
     h = xxhash.xxh3_128(text.encode())
     for name, tensor in sorted(tensors.items()):
         h.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        h.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        if tensor.numel():  # torch has no bytes of nothing
+            h.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return h.hexdigest()
 
 

@@ -7,7 +7,6 @@ stay in RAM only.
 
 from __future__ import annotations
 
-import logging
 import sqlite3
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from functools import partial
 from typing import Literal
 
 from ..chunks import ChunkHeader, Scope
-from ..errors import KVBoostError
+from ..errors import StoreError
 from ..kv import StoredRun
 from ..stats import DiskStats
 from .codec import codec_of
@@ -29,8 +28,7 @@ from .tier import Chunk, StoreStats
 from .writer import Writer
 
 Kept = Literal["kept", "present", "refused"]
-DISK_ERRORS = (OSError, sqlite3.Error, KVBoostError)
-_log = logging.getLogger("kvboost_rag")
+DISK_ERRORS = (OSError, sqlite3.Error, StoreError)
 
 
 class TieredStore:
@@ -59,6 +57,7 @@ class TieredStore:
         self.disk = disk
         self._ram: MemoryStore[StoredRun] = MemoryStore(budget_bytes, policy, self._left_ram, worth)
         self._writer: Writer | None = None
+        self._last_stats: DiskStats | None = None
         # Writer and disk know this store weakly: whoever forgets to close it loses nothing, and leaves nothing open.
         if isinstance(disk, DiskStore):
             self._writer = Writer(partial(_write, disk, weakref.WeakMethod(self._failed)), write_behind_bytes)
@@ -73,28 +72,33 @@ class TieredStore:
 
     def _is_kept(self, key: object) -> bool:
         """Whether a chunk is on disk or on its way there."""
-        return self.disk is not None and (key in self.disk or (self._writer is not None and key in self._writer))
+        disk = self._open_disk
+        return disk is not None and (key in disk or (self._writer is not None and key in self._writer))
+
+    @property
+    def _open_disk(self) -> DiskReader | None:
+        return self.disk if self.disk is not None and self._finalizer.alive else None
 
     @contextmanager
     def pin(self, keys: Sequence[str]) -> Iterator[list[Chunk[StoredRun] | None]]:
         """Hold chunks; None stands for what is not stored. Until the block is left they are neither freed nor wiped."""
+        disk = self._open_disk
         with self._ram.pin(keys) as held:
             chunks, loaded = list(held), list[Chunk[StoredRun]]()
             for at, key in enumerate(keys):
-                if chunks[at] is None and self.disk is not None:
-                    chunks[at] = self._fetch(key, loaded)
+                if chunks[at] is None and disk is not None:
+                    chunks[at] = self._fetch(disk, key, loaded)
             yield chunks
         if loaded:
             self._promote(loaded)
 
-    def _fetch(self, key: str, loaded: list[Chunk[StoredRun]]) -> Chunk[StoredRun] | None:
-        assert self.disk is not None
+    def _fetch(self, disk: DiskReader, key: str, loaded: list[Chunk[StoredRun]]) -> Chunk[StoredRun] | None:
         chunk = None if self._writer is None else self._writer.get(key)
         if chunk is None:
             try:
-                chunk = self.disk.get(key)
+                chunk = disk.get(key)
             except DISK_ERRORS as error:
-                self.disk.tally.failed(error)
+                disk.tally.failed(error)
             if chunk is not None:
                 loaded.append(chunk)
         return chunk
@@ -121,12 +125,13 @@ class TieredStore:
 
     def refresh(self, scope: Scope) -> News:
         """What others changed on disk, and the first time everything that is there of a scope."""
-        if self.disk is None:
+        disk = self._open_disk
+        if disk is None:
             return News([], [], [])
         try:
-            news = self.disk.refresh(scope)
+            news = disk.refresh(scope)
         except DISK_ERRORS as error:
-            self.disk.tally.failed(error)
+            disk.tally.failed(error)
             return News([], [], [])
         for key in news.deleted:  # somebody wanted it gone, so it must not live on here
             self._ram.delete(key)
@@ -144,8 +149,11 @@ class TieredStore:
         found = {header.key: header for header in self._ram.scan() if fits(header)}
         if self._writer is not None:
             found.update((c.header.key, c.header) for c in self._writer.chunks() if fits(c.header))
-        if self.disk is not None:
-            found.update((h.key, h) for h in self.disk.headers_in(namespace) if fits(h))
+        if (disk := self._open_disk) is not None:
+            try:
+                found.update((h.key, h) for h in disk.headers_in(namespace) if fits(h))
+            except sqlite3.Error as error:
+                raise StoreError(f"the catalogue of {disk.folder} cannot be read: {error}") from error
         return list(found.values())
 
     # ---- writing -----------------------------------------------------------------------------------------------------
@@ -163,7 +171,7 @@ class TieredStore:
             return "present", None
         nbytes = kv_bytes + header.ids_bytes
         reservation = self._ram.reserve(nbytes)
-        goes_on = self._writer is not None and header.origin != "served"
+        goes_on = self._writer is not None and self._open_disk is not None and header.origin != "served"
         if reservation is None:
             if not goes_on or not (header.origin == "warm" or self._has_room(nbytes)):
                 return "refused", None
@@ -195,7 +203,7 @@ class TieredStore:
 
     def ensure_on_disk(self, header: ChunkHeader, expires: float | None = None) -> None:
         """Have a chunk written that so far only RAM holds, for instance because the disk was full before."""
-        if self._writer is None or header.origin == "served" or self._is_kept(header.key):
+        if self._writer is None or self._open_disk is None or self._is_kept(header.key):
             return
         chunk = self._ram.get(header.key)
         if chunk is not None and chunk.header.origin != "served":
@@ -204,48 +212,64 @@ class TieredStore:
     def on_disk(self, keys: Iterable[str]) -> int:
         """How many of the chunks are on disk now, for good. Waits until what was taken is written."""
         self.flush()
-        return 0 if self.disk is None else self.disk.count(keys)
+        disk = self._open_disk
+        try:
+            return 0 if disk is None else disk.count(keys)
+        except DISK_ERRORS as error:
+            assert disk is not None
+            disk.tally.failed(error)
+            return 0
 
     def loading_s(self, keys: Iterable[str]) -> float:
         """Seconds that it takes to bring chunks from disk, as far as RAM lacks them, by what loads took so far."""
-        if self.disk is None:
+        disk = self._open_disk
+        if disk is None:
             return 0.0
-        return self.disk.loading_s(key for key in keys if key not in self._ram)
+        return disk.loading_s(key for key in keys if key not in self._ram)
 
     def in_ram(self, key: str) -> bool:
         """Whether a chunk can be had without the disk."""
         return key in self._ram or (self._writer is not None and key in self._writer)
 
     def delete(self, keys: Sequence[str], *, expired: bool = False) -> int:
-        """Forget chunks in every tier; how many there were. What was only overdue leaves the disk a little later."""
+        """Forget chunks in every tier; how many there were. What was only overdue leaves the disk a little later.
+
+        Raises:
+            StoreError: the disk could not forget them.
+        """
         keys = list(dict.fromkeys(keys))
-        there = {key for key in keys if key in self}
-        if self._writer is not None:
-            for key in keys:
-                self._writer.cancel(key)
+        there = sum(key in self for key in keys)
+        served = {key for key in keys if (chunk := self._ram.get(key)) is not None and chunk.header.origin == "served"}
         for key in keys:
+            if self._writer is not None:
+                self._writer.cancel(key)
             self._ram.delete(key)
-        if self.disk is not None and keys:
-            self.disk.hide(keys)
-            if isinstance(self.disk, DiskStore):
-                if expired:
-                    self._collect()
-                else:
-                    there_on_disk = self.disk.delete_many(keys)
-                    return max(len(there), there_on_disk)
-        return len(there)
+        keys = [key for key in keys if key not in served]
+        disk = self._open_disk
+        if disk is None or not keys:
+            return there
+        disk.hide(keys)
+        if not isinstance(disk, DiskStore):
+            return there
+        if expired:
+            self._collect(disk)
+            return there
+        try:
+            return max(there, disk.delete_many(keys))
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(
+                f"{disk.folder} could not forget {len(keys)} chunks ({error}), which may still lie there; mend it, "
+                "and forget them again"
+            ) from error
 
-    def _collect(self) -> None:
-        assert self._writer is not None
-        disk = self.disk
-        assert isinstance(disk, DiskStore)
-
+    def _collect(self, disk: DiskStore) -> None:
         def collect() -> None:
             try:
                 disk.gc()
             except DISK_ERRORS as error:
                 disk.tally.failed(error)
 
+        assert self._writer is not None
         self._writer.run_soon(collect)
 
     def clear_ram(self) -> int:
@@ -259,7 +283,9 @@ class TieredStore:
 
     def close(self) -> None:
         """Write what waits, free RAM and close the disk."""
-        if self.disk is not None:
+        if self._open_disk is not None:
+            self.flush()
+            self._last_stats = self.disk_stats()
             self._finalizer()
         self._ram.clear()
 
@@ -270,11 +296,16 @@ class TieredStore:
         return self._ram.stats()
 
     def disk_stats(self) -> DiskStats | None:
-        """State of the disk; None without one."""
-        if self.disk is None:
-            return None
+        """State of the disk, after `close` as it was then; None without one."""
+        disk = self._open_disk
+        if disk is None:
+            return self._last_stats
         waiting = 0 if self._writer is None else self._writer.waiting_bytes
-        return replace(self.disk.stats(), waiting_bytes=waiting)
+        try:
+            return replace(disk.stats(), waiting_bytes=waiting)
+        except DISK_ERRORS as error:
+            disk.tally.failed(error)
+            return disk.tally.snapshot(waiting_bytes=waiting, budget_bytes=disk.budget_bytes, read_only=disk.read_only)
 
     @property
     def evictions(self) -> int:
@@ -311,7 +342,7 @@ def _write(
     try:
         written = disk.put(chunk, expires, wanted)
         disk.note_uses()
-    except DISK_ERRORS as error:
+    except Exception as error:  # of whatever kind: a chunk that is not written must be counted
         written = False
         disk.tally.failed(error, chunks=1)
     if not written:
