@@ -23,8 +23,8 @@ from llama_index.core.llms.llm import (
     ToolSelection,
     default_completion_to_prompt,
 )
-from llama_index.core.prompts import PromptTemplate
-from llama_index.core.types import PydanticProgramMode
+from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
+from llama_index.core.types import Model, PydanticProgramMode
 from pydantic import AliasChoices, BaseModel, Field, model_validator
 
 from kvboost_rag import ConfigError, Engine, WarmReport
@@ -241,6 +241,21 @@ class KVBoost(EngineOptions, FunctionCallingLLM):
             **kwargs,
         }
 
+    async def astructured_predict(
+        self,
+        output_cls: type[Model],
+        prompt: PromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Model:
+        """An object of a class, off the event loop; see LlamaIndex's `structured_predict`."""
+        await off_loop(self.get_engine)  # LlamaIndex asks for the metadata on the event loop
+        if self.system_prompt and self._objects_by_call:  # its program forgets it here, and here only
+            messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
+            prompt, prompt_args = cast(PromptTemplate, ChatPromptTemplate(message_templates=messages)), {}
+        found: Model = await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
+        return found
+
     def _structured_stream_call(
         self,
         output_cls: type[BaseModel],
@@ -249,7 +264,7 @@ class KVBoost(EngineOptions, FunctionCallingLLM):
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
         # LlamaIndex's program demands no call when it streams, and shows an object only when its call is complete.
-        if not self._streams_objects:
+        if not self._objects_by_call:
             yield from super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
             return
         messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
@@ -266,8 +281,8 @@ class KVBoost(EngineOptions, FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
-        await off_loop(self.get_engine)  # LlamaIndex asks for the metadata on the event loop
-        if not self._streams_objects:
+        await off_loop(self.get_engine)
+        if not self._objects_by_call:
             return await super()._structured_astream_call(output_cls, prompt, llm_kwargs, **prompt_args)
         messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
         call = {**(llm_kwargs or {}), "response_format": output_cls}
@@ -282,7 +297,7 @@ class KVBoost(EngineOptions, FunctionCallingLLM):
         return read()
 
     @property
-    def _streams_objects(self) -> bool:
+    def _objects_by_call(self) -> bool:
         return self.pydantic_program_mode in _BY_CALL and self.metadata.is_function_calling_model
 
     @property

@@ -74,10 +74,13 @@ class ChatPieces:
     def of(self, delta: Delta) -> Iterator[ChatResponse]:
         """See `Pieces`."""
         text, reply = self._pieces.push(delta.text, delta.generation)
-        self._text += text
         if delta.generation is not None and reply is not None:
-            yield _chat_response(self._asked, reply, delta.generation, text, single=self._single)
-        elif text:
+            last = _chat_response(self._asked, reply, delta.generation, single=self._single)
+            last.delta = (last.message.content or "").removeprefix(self._text)  # it may end with a broken call
+            yield last
+            return
+        self._text += text
+        if text:
             yield ChatResponse(message=ChatMessage(role=MessageRole.ASSISTANT, content=self._text), delta=text)
 
 
@@ -96,9 +99,7 @@ class TextPieces:
             yield CompletionResponse(text=self._text, delta=delta.text)
 
 
-def _chat_response(
-    asked: Asked, reply: Reply, generation: Generation, delta: str | None = None, *, single: bool
-) -> ChatResponse:
+def _chat_response(asked: Asked, reply: Reply, generation: Generation, *, single: bool) -> ChatResponse:
     calls = [
         ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
         for call in (reply.calls[:1] if single else reply.calls)
@@ -111,14 +112,14 @@ def _chat_response(
             _call(block.tool_call_id, block.tool_name, json.dumps(block.tool_kwargs, ensure_ascii=False))
             for block in calls
         ]
-    text = reply.text if calls or not broken else "\n".join([reply.text, *(bad.text for bad in reply.invalid)]).strip()
+    lines = [reply.text, *(bad.text for bad in reply.invalid)]
+    text = reply.text if calls or not broken else "\n".join(line for line in lines if line)
     return ChatResponse(
         message=ChatMessage(
             role=MessageRole.ASSISTANT,
             blocks=[*([TextBlock(text=text)] if text or not calls else []), *calls],
             additional_kwargs=further,
         ),
-        delta=delta,
         raw=_raw(generation, asked.model_name, calls=bool(calls), hurried=asked.hurried),
         additional_kwargs=_counts(generation),
     )
