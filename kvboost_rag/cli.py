@@ -10,9 +10,12 @@ from importlib.metadata import EntryPoint, entry_points
 from .config import EngineConfig, Reuse
 from .engine import Engine
 from .errors import KVBoostError, UnsupportedModelError
+from .store_command import store
 from .trace_command import trace
+from .warm_command import warm
 
 COMMANDS = "kvboost_rag.commands"  # group of entry points; each takes a list of arguments and returns an exit status
+OWN: dict[str, Callable[[list[str]], int]] = {"warm": warm, "store": store, "trace": trace}
 MODES: tuple[Reuse, ...] = ("approximate", "exact", "off")
 
 
@@ -24,14 +27,16 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     check = commands.add_parser("check", help="load a model, verify it, and say how it can be served")
     check.add_argument("model", help="Hugging Face id or folder")
+    commands.add_parser("warm", help="compute and store the KV of a folder of documents", add_help=False)
+    commands.add_parser("store", help="look at, check and mend a folder of stored KV", add_help=False)
     commands.add_parser("trace", help="replay a trace under every eviction policy, or make one up", add_help=False)
     for name in sorted(found):
         commands.add_parser(name, help=f"see kvboost-rag {name} --help", add_help=False)
     options, rest = parser.parse_known_args(arguments)
     if options.command in found:
         return _run_found(found[options.command], rest)
-    if options.command == "trace":
-        return trace(rest)
+    if options.command in OWN:
+        return OWN[options.command](rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return _check(options.model)

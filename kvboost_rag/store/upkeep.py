@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from ..chunks import ChunkHeader
 from ..errors import StoreError
 from . import files
-from .catalogue import ROW_BYTES, Catalogue
-from .database import NAME
+from .catalogue import ROW_BYTES, Catalogue, Row
+from .database import NAME, damaged
 from .disk import DiskStore
 from .locks import OwnerLock, is_dead
 
+T = TypeVar("T")
 Progress = Callable[[int, int], None]
 
 
@@ -39,12 +42,57 @@ class Report:
     removed: int = 0
 
 
+class StoreView:
+    """What a folder holds, by its catalogue.
+
+    Raises:
+        StoreError: there is no catalogue, or it is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / NAME).is_file():
+            raise missing(folder)
+        self._folder = folder
+        self._catalogue = Catalogue(folder, read_only=True)
+
+    def __enter__(self) -> StoreView:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._catalogue.close()
+
+    def rows(self, namespace: str | None = None) -> list[Row]:
+        """All chunks, or those of a tenant."""
+        return self._read(lambda: self._catalogue.rows(namespace))
+
+    def counts(self) -> dict[str, int]:
+        """Numbers of chunks: stored, newer, writing, doomed."""
+        return self._read(lambda: self._catalogue.counts(files.FORMAT))
+
+    def total_bytes(self) -> int:
+        """Bytes charged to the budget."""
+        return self._read(self._catalogue.total_bytes)
+
+    def _read(self, read: Callable[[], T]) -> T:
+        try:
+            return read()
+        except sqlite3.DatabaseError as error:
+            raise damaged(self._folder, error) from error
+
+
+def missing(folder: Path) -> StoreError:
+    """The error for a folder without a catalogue."""
+    return StoreError(f"{folder} holds no catalogue; if it holds stored KV, run: kvboost-rag store rebuild {folder}")
+
+
 def verify(folder: Path, *, progress: Progress | None = None) -> Report:
     """Read every entry and compare its checksum, and its ids with those of the catalogue. Changes nothing.
 
     Raises:
         StoreError: there is no catalogue, or it is damaged.
     """
+    if not (folder / NAME).is_file():
+        raise missing(folder)
     catalogue, report = Catalogue(folder, read_only=True), Report()
     try:
         catalogue.check()
@@ -78,7 +126,7 @@ def collect(folder: Path, *, drop: Report | None = None) -> dict[str, int]:
         StoreError: there is no catalogue, or it is damaged, or the folder cannot be written to.
     """
     if not (folder / NAME).is_file():
-        raise StoreError(f"{folder} holds no catalogue; if it holds stored KV, run: kvboost-rag store rebuild {folder}")
+        raise missing(folder)
     store = DiskStore(folder, 1 << 62, collect=False)
     try:
         done = store.gc()
