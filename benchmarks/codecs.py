@@ -7,11 +7,11 @@ prompt. Timings encode and place the chunks of the prompts, moved to their new p
     python benchmarks/codecs.py --prompts 8 --json results/codecs.json --markdown results/codecs.md
 
 Columns: `bytes` per token as a share of float16; `kl_full` mean KL along the answer against full recompute (nats);
-`loss` fidelity lost against plain, fidelity being 1 − kl / kl of the no-document control, and `±` its standard error over
-prompts; `kl_plain` mean KL against plain and `share` that as a share of the control's kl; `agree` share of answer tokens
-with plain's argmax; `gate` what the gate at load measures (the share, with every document token encoded where it
-stands, no repair; limit 0.01); `encode` and `decode` thousand tokens per CPU second; `decode_share` the CPU seconds of
-placing all chunks as a share of a full prefill's.
+`loss` fidelity lost against plain, fidelity being 1 − kl / kl of the no-document control, and `±` its standard error
+over prompts; `kl_plain` mean KL against plain and `share` that as a share of the control's kl; `agree` share of answer
+tokens with plain's argmax; `gate` what the gate at load measures (the share, with every document token encoded where
+it stands, no repair; limit 0.01); `encode` and `decode` thousand tokens per CPU second; `decode_share` the CPU seconds
+of placing all chunks as a share of a full prefill's.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Bench:
         self.seconds: dict[str, dict[str, float]] = {name: defaultdict(float) for name in self.codecs}
         self.found: dict[str, list[Row]] = {name: [] for name in self.codecs}
         self.nothing: list[float] = []
-        self.full_s = self.tokens = self.prompts_tokens = 0.0
+        self.full_s = 0.0
 
     def rows(self, model: str) -> list[dict[str, Any]]:
         args = self.args
@@ -147,9 +147,7 @@ class Bench:
         def place() -> None:
             for s in reused:
                 assert s.key is not None
-                encoded[s.key].place(
-                    kv, s.start, offset=s.offset, length=len(s), delta=s.delta, rope=self.rope
-                )  # fmt: skip
+                encoded[s.key].place(kv, s.start, offset=s.offset, length=len(s), delta=s.delta, rope=self.rope)
 
         self.seconds[name]["decode"] += _best(place)
         self.seconds[name]["placed"] += sum(map(len, reused))
