@@ -1,4 +1,4 @@
-"""`kvboost-rag warm`: compute and store the KV of a folder of documents. Stopped at any point, it goes on from there."""
+"""`kvboost-rag warm`: compute and store the KV of a folder of documents. Stopped anywhere, it goes on from there."""
 
 from __future__ import annotations
 
