@@ -87,7 +87,7 @@ def norms(model: str) -> dict[str, Any]:
     for kind, texts in kinds.items():
         engine.clear()
         engine.warm(texts)
-        slots = engine._library._store._slots.values()
+        slots = engine._library._store._ram._slots.values()
         values = [slot.worth.importance for slot in slots if slot.chunk.header.origin == "warm"]
         found[kind] = {"documents": len(values), "mean": float(np.mean(values)), "deviation": float(np.std(values))}
     return found

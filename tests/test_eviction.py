@@ -14,7 +14,7 @@ from kvboost_rag.costs import CostModel
 from kvboost_rag.repair import Recipe
 from kvboost_rag.store import Chunk, MemoryStore
 from kvboost_rag.store.duel import Duel
-from kvboost_rag.store.eviction import LRU, Entry, Policy, Worth, victims
+from kvboost_rag.store.eviction import LRU, Entry, Policy, Worth
 from kvboost_rag.store.policies import GDSF, HALF_LIFE, LFU, S3FIFO, Importance, policy_of
 from tests.tiny import engine_of, prompt_of, text
 
@@ -227,18 +227,6 @@ def test_the_default_is_gdsf_with_lru_to_fall_back_on() -> None:
         EngineConfig(eviction="fifo")  # type: ignore[arg-type]
 
 
-def test_victims_of_a_tier_without_a_queue() -> None:
-    policy = GDSF()
-    entries = [Entry(100, i, last_used=i, name=str(i)) for i in range(5)]
-    for now, entry in enumerate([*entries, entries[0], entries[2]]):
-        entry.uses += 1
-        policy.touch(entry, now)
-    assert [entry.name for entry in victims(policy, entries, 150)] == ["1", "3"]
-    assert policy.clock > 0
-    assert victims(policy, entries[:0], 150) == []
-    assert len(victims(LRU(), entries, 10_000)) == 5
-
-
 def test_seconds_saved() -> None:
     costs = CostModel(pass_s=1.0, token_s=0.01, pair_s=0.0001, move_s=0.001)
     exact = costs.saved(100, 50, None)
@@ -276,7 +264,7 @@ def test_engines_give_the_store_measured_seconds_and_norms() -> None:
     engine = engine_of(eviction="importance")
     engine.warm(DOCUMENTS[:2])
     engine.prefill(prompt_of(DOCUMENTS[1::-1]))
-    slots = engine._library._store._slots.values()
+    slots = engine._library._store._ram._slots.values()
     assert {slot.chunk.header.origin for slot in slots} >= {"warm", "served"}
     costs = engine._library._worth.__self__.costs
     for slot in slots:
@@ -289,4 +277,4 @@ def test_engines_give_the_store_measured_seconds_and_norms() -> None:
 def test_norms_are_not_computed_for_nobody() -> None:
     engine = engine_of()
     engine.warm(DOCUMENTS[:2])
-    assert {slot.worth.importance for slot in engine._library._store._slots.values()} == {0.0}
+    assert {slot.worth.importance for slot in engine._library._store._ram._slots.values()} == {0.0}

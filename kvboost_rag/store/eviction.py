@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -25,10 +25,6 @@ class Worth:
 @dataclass(slots=True, eq=False)
 class Entry:
     """What a policy may look at. Times are ticks of the store's own clock, which only counts uses.
-
-    A tier that keeps its entries elsewhere (a table of files) needs `nbytes`, `created`, `last_used`, `uses`, `name`,
-    `rank` and `heat` as columns, and one `Policy` in memory: fill an entry, call `touch` at a use and write `rank` and
-    `heat` back. `victims` then says what to delete.
 
     Attributes:
         nbytes: size.
@@ -165,20 +161,3 @@ class EvictionQueue(Generic[E]):
         self._ticket += 1
         entry.ticket = self._ticket
         return self._policy.key(entry), self._ticket, entry
-
-
-def victims(policy: Policy, entries: Sequence[E], nbytes: int) -> list[E]:
-    """What to delete so that at least ``nbytes`` become free, first to leave first; all entries if that is not enough.
-
-    For tiers that hold no queue. The policy is told of each that it left.
-    """
-    queue: EvictionQueue[E] = EvictionQueue(policy)
-    for entry in sorted(entries, key=lambda entry: entry.last_used):
-        entry.queued = False
-        queue.push(entry)
-    chosen: list[E] = []
-    while nbytes > 0 and (entry_or_none := queue.pop()) is not None:
-        chosen.append(entry_or_none)
-        nbytes -= entry_or_none.nbytes
-        policy.left(entry_or_none, evicted=True)
-    return chosen
