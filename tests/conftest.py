@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from fetch_assets import ASSETS, cache_root
 
 torch.set_num_threads(1)
+asyncio.set_event_loop(None)  # LlamaIndex would else take the loop that Python makes unasked, and never close it
 
 
 def _asset(name: str) -> Path:
