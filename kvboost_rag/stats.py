@@ -23,7 +23,7 @@ class Usage:
     Attributes:
         prompt_tokens: exact + approximate + new tokens.
         exact_tokens: served with the KV a full prefill would give.
-        approximate_tokens: served with moved KV, before repair.
+        approximate_tokens: served with moved KV, before repair, or with KV that lost bits in the store.
         repaired_tokens: approximate tokens that were recomputed in the new context.
         computed_tokens: every token that ran before the first answer token, each pass charged by its share of
             the layers, rounded up.
