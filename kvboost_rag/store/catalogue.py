@@ -243,6 +243,12 @@ class Catalogue(Database):
         with self._lock:
             return self._db.execute(f"SELECT id, name, state, owner FROM chunks WHERE state <> {STORED}").fetchall()
 
+    def names_of(self, rows: Iterable[int]) -> list[str]:
+        """Names of rows."""
+        with self._lock:
+            found = [self._db.execute("SELECT name FROM chunks WHERE id = ?", (row,)).fetchone() for row in rows]
+        return [name for (name,) in filter(None, found)]
+
     def names(self) -> dict[str, tuple[int, int]]:
         """Id and state of every row by name."""
         with self._lock:
@@ -295,7 +301,7 @@ class Catalogue(Database):
         try:
             with self._lock:
                 result = self._db.execute("PRAGMA integrity_check").fetchone()[0]
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise damaged(self.path.parent, error) from error
         if result != "ok":
             raise damaged(self.path.parent, result)
@@ -309,7 +315,10 @@ class Catalogue(Database):
         )
         for row, name, nbytes, created, expires, uses, codec, version, key, mark, space, base, origin, *raw in cursor:
             scope = scopes.setdefault((mark, space), Scope(mark, space))
-            tokens, history, behind = (None if part is None else _ids(part) for part in raw)
+            try:
+                tokens, history, behind = (None if part is None else _ids(part) for part in raw)
+            except (TypeError, ValueError) as error:
+                raise damaged(self.path.parent, error) from error
             header = ChunkHeader(key, scope, cast(IntArray, tokens), base, history, cast(Origin, origin), behind)
             yield Row(row, name, nbytes, created, expires, uses, codec, version, header)
 

@@ -63,7 +63,7 @@ class Database:
             self._prepare(read_only)
         except sqlite3.OperationalError as error:
             raise StoreError(f"{self.path} cannot be opened: {error}; check the folder and its permissions") from error
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # damaged text breaks even its error message
             raise damaged(folder, error) from error
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Database:
             db = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
             try:
                 db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            except sqlite3.DatabaseError as error:
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
                 db.close()
                 if not queries or not isinstance(error, sqlite3.OperationalError):
                     raise

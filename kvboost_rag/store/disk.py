@@ -271,7 +271,12 @@ class DiskStore(DiskReader):
     def _doom(self, rows: list[int]) -> int:
         if not rows:
             return 0
-        doomed = self._writes.doom(rows)
+        try:
+            doomed = self._writes.doom(rows)
+        except sqlite3.OperationalError:  # a full disk has no room to note it: first make some
+            for name in self._writes.names_of(rows):
+                self._wipe_file(name)
+            doomed = self._writes.doom(rows)
         with self._lock:
             for _, _, key in doomed:
                 if key is not None:
@@ -282,7 +287,14 @@ class DiskStore(DiskReader):
         return len(doomed)
 
     def _wipe(self, row: int, name: str) -> bool:
-        """Overwrite and remove the files of a doomed row, and the row; False if somebody reads them now."""
+        """Remove a doomed row when its files are gone; False if somebody reads them now."""
+        if not self._wipe_file(name):
+            return False
+        self._writes.remove([row])
+        return True
+
+    def _wipe_file(self, name: str) -> bool:
+        """Overwrite and remove the files of a name; False if somebody reads them now."""
         hidden = files.place_of(self.folder, name, files.DOOMED)
         try:
             for suffix in (files.SUFFIX, files.PART):
@@ -294,7 +306,6 @@ class DiskStore(DiskReader):
         except OSError as error:
             self.tally.failed(error)
             return False
-        self._writes.remove([row])
         return True
 
     def _drop_file(self, name: str, *, wipe: bool = False) -> bool:

@@ -28,7 +28,7 @@ from .tier import Chunk, StoreStats
 from .writer import Writer
 
 Kept = Literal["kept", "present", "refused"]
-DISK_ERRORS = (OSError, sqlite3.Error, StoreError)
+DISK_ERRORS = (OSError, sqlite3.Error, StoreError, UnicodeDecodeError)
 
 
 class TieredStore:

@@ -76,7 +76,7 @@ class StoreView:
     def _read(self, read: Callable[[], T]) -> T:
         try:
             return read()
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             raise damaged(self._folder, error) from error
 
 
