@@ -76,4 +76,6 @@ def _lines(axes: Any, outcomes: Sequence[Outcome], footprint_bytes: int, value: 
         shares = [100 * outcome.budget_bytes / max(footprint_bytes, 1) for outcome in mine]
         values = [value(outcome) for outcome in mine]
         style = {"color": colour, "marker": marker, "linestyle": line, "markersize": 5}
+        if policy == "lru":  # the measure of the others, which may lie upon it
+            style |= {"linewidth": 4, "markersize": 8}
         axes.plot(shares, values, label=LABELS[policy], **style)
