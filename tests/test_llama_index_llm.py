@@ -14,6 +14,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -1004,6 +1005,14 @@ class TestCopies:
             assert (copied.max_tokens, copied.stop, copied.system_prompt) == (3, ["x"], "s")
         assert KVBoost.from_json(llm.to_json()).get_engine() is llm.get_engine()
         assert KVBoost.class_name() == llm.to_dict()["class_name"] == "KVBoost"
+
+    def test_json_with_paths_and_dtypes(self, fresh: None, folder: str, tmp_path: Path) -> None:
+        config = EngineConfig(calibration_dir=tmp_path)
+        llm = KVBoost(model=folder, engine_config=config, model_kwargs={"dtype": torch.float32})
+        copied = KVBoost.from_json(llm.to_json())
+        assert copied.model_kwargs == {"dtype": "float32"}
+        assert copied.get_engine() is llm.get_engine()
+        assert KVBoost.from_dict(llm.to_dict()).model_kwargs == {"dtype": torch.float32}
 
     def test_an_engine_is_given_again(self, llm: KVBoost, engine: RecordingEngine) -> None:
         with pytest.raises(ValueError, match="engine= or model="):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,20 @@ def release_engines() -> None:
         engine.close()
 
 
+def plain(value: Any) -> Any:
+    """A value as JSON has it: a path or a torch dtype by its name, which mean the same to whoever loads a model."""
+    if isinstance(value, Path):
+        return str(value)
+    return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+
+
 def _key(model: str, config: EngineConfig | None, options: Mapping[str, Any]) -> _Key:
+    # Two spellings of one model, configuration or option are one engine.
     place = Path(model).expanduser()
-    name = str(place.resolve()) if place.is_dir() else model  # two spellings of one folder are one model
-    return name, config or EngineConfig(), repr(sorted(options.items()))
+    name = str(place.resolve()) if place.is_dir() else model
+    config = config or EngineConfig()
+    config = replace(config, **{field.name: plain(getattr(config, field.name)) for field in fields(config)})
+    return name, config, repr(sorted((name, plain(value)) for name, value in options.items()))
 
 
 def _load(model: str, config: EngineConfig | None, options: Mapping[str, Any], retries: int) -> Engine:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, field_serializer, model_validator
 
 from ..config import EngineConfig, SamplingParams
 from ..engine import Engine
 from ..errors import ConfigError
-from .engines import loaded_engine, shared_engine
+from .engines import loaded_engine, plain, shared_engine
 
 Reuse: TypeAlias = Literal["off", "exact", "approximate"]
 
@@ -69,6 +69,10 @@ class EngineOptions(BaseModel):
                     raise ConfigError(f"{name}= has no effect on an engine that exists; configure the engine itself")
         self._sampling(None, {})  # a bad value raises here and not at the first question
         return self
+
+    @field_serializer("model_kwargs", when_used="json")
+    def _plain_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {name: plain(value) for name, value in options.items()}
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         memo = {} if memo is None else memo

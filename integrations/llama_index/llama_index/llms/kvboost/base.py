@@ -127,6 +127,10 @@ class KVBoost(EngineOptions, FunctionCallingLLM):
             )
         return engine
 
+    def to_json(self, **kwargs: Any) -> str:
+        """The fields as JSON, without an engine. Paths and dtypes become their names."""
+        return super().to_json(**{"mode": "json", **kwargs})
+
     def to_payload(self) -> dict[str, Any]:
         """What traces may show of this model. Loads nothing: it is asked for on the event loop."""
         known = {"class_name": self.class_name(), "model_name": self.name_of_model(), "num_output": self.max_tokens}
