@@ -17,7 +17,16 @@ from safetensors.torch import load_file, save_file
 from kvboost_rag.kv import RequestKV, StoredRun
 from kvboost_rag.rope import Layout, Rope, RopeGroup
 from kvboost_rag.store import Codec, KVShape, codec_for, codec_of
-from kvboost_rag.store.quantise import dequantise, least_of, pack, quantise, quantise_about_zero, unpack
+from kvboost_rag.store.quantise import (
+    dequantise,
+    least_of,
+    pack,
+    pack_pairs,
+    quantise,
+    quantise_about_zero,
+    unpack,
+    unpack_pairs,
+)
 from kvboost_rag.store.quantised import FIRST_TOKENS
 
 LAYERS, HEADS, DIM, BASE = 3, 2, 16, 7
@@ -121,6 +130,30 @@ def test_packed_codes_come_back(width: int, seed: int) -> None:
     assert torch.equal(unpack(packed, 4, width), codes)
 
 
+@given(quarter=st.integers(0, 9), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_codes_of_two_bits_come_back(quarter: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 4, (2, 3, 4 * quarter), dtype=torch.uint8, generator=draw)
+    packed = pack_pairs(codes)
+    assert packed.shape[-1] == quarter
+    assert torch.equal(unpack_pairs(packed), codes)
+
+
+def test_the_channels_that_reach_furthest_get_more_bits_wherever_they_lie() -> None:
+    kv, rope = kv_of(100), rope_of("none")
+    far = torch.tensor([1, 6, 7, 15])
+    kv.keys[..., far] *= 20
+    run = codec_of("int4").encode(kv, BASE, BASE + 100, rope)
+    assert torch.equal(run.tensors()["keys_wide"][1, 1, 0].long(), far)
+    off = (placed(run, kv, rope)[0] - kv.keys[:, :, BASE:])[:, :, FIRST_TOKENS:].abs()
+    span = kv.keys[:, :, BASE + FIRST_TOKENS :].amax(2) - kv.keys[:, :, BASE + FIRST_TOKENS :].amin(2)
+    steps_off = off.amax(2) / span  # of the whole range
+    assert 0.45 / 63 < float(steps_off[..., far].max()) < 0.56 / 63
+    near = [channel for channel in range(DIM) if channel not in far.tolist()]
+    assert 0.45 / 15 < float(steps_off[..., near].max()) < 0.56 / 15
+
+
 @pytest.mark.parametrize("layout", ["half", "interleaved", "none"])
 @pytest.mark.parametrize("pairs", [8, 4, 2])
 def test_turning_back_and_forth_is_the_identity_far_out_too(layout: Layout, pairs: int) -> None:
@@ -217,7 +250,7 @@ def test_every_length_and_slice_equals_the_whole(name: str) -> None:
 
 
 def _slices(tokens: int) -> Iterator[tuple[int, int]]:
-    cuts = sorted({0, 1, 2, 4, 5, tokens // 2, tokens - 1, tokens} & set(range(tokens + 1)))
+    cuts = sorted({0, 2, 4, 5, tokens // 2, tokens} & set(range(tokens + 1)))
     for a, b in itertools.combinations(cuts, 2):
         yield a, b - a
 
