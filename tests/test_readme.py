@@ -10,6 +10,7 @@ import pytest
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 LANGCHAIN = README.parent / "docs" / "langchain.md"
+LLAMA_INDEX = README.parent / "docs" / "llama_index.md"
 
 
 def run_blocks(page: Path, model_path: Path, names: dict[str, Any]) -> None:
@@ -39,6 +40,49 @@ def test_the_langchain_page_runs(model_path: Path, embeddings_path: Path, capsys
         assert names["forced"].tool_calls[0]["name"] == "word_count"
         assert (names["report"].computed, names["again"].computed) == (5, 0)
         assert names["answer"].usage_metadata["input_token_details"]["cache_read"] > 100
+    finally:
+        release_engines()
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_llama_index_page_runs(
+    model_path: Path,
+    embeddings_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from llama_index.core import Settings
+    from llama_index.core.embeddings import BaseEmbedding
+
+    from langchain_kvboost.demo.embeddings import MeanPoolingEmbeddings
+    from llama_index.llms.kvboost import release_engines
+
+    embeddings = MeanPoolingEmbeddings(str(embeddings_path))
+
+    class MiniLM(BaseEmbedding):
+        def _get_text_embedding(self, text: str) -> list[float]:
+            return embeddings.embed_query(text)
+
+        def _get_query_embedding(self, query: str) -> list[float]:
+            return embeddings.embed_query(query)
+
+        async def _aget_query_embedding(self, query: str) -> list[float]:
+            return embeddings.embed_query(query)
+
+    monkeypatch.chdir(tmp_path)  # the page persists an index
+    for name in ("_llm", "_embed_model", "_tokenizer", "_prompt_helper"):
+        monkeypatch.setattr(Settings, name, getattr(Settings, name, None), raising=False)
+    monkeypatch.setattr("llama_index.core.global_tokenizer", None)
+    names = {"embed_model": MiniLM(), "__name__": "page"}
+    try:
+        run_blocks(LLAMA_INDEX, model_path, names)
+        assert names["llm"].get_tool_calls_from_response(names["forced"])[0].tool_name == "word_count"
+        assert names["report"].computed == 0 < names["report"].already_warm
+        assert isinstance(names["verdict"].relevant, bool)
+        assert names["llm"].get_engine().stats().approximate_tokens > 300
     finally:
         release_engines()
     assert capsys.readouterr().out.strip()
