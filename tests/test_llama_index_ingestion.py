@@ -42,6 +42,7 @@ from tests.llama_nodes import (
     shown,
     wide_engine,
 )
+from tests.llama_steps import Embedded
 from tests.tiny import text
 
 SPLITTER = SentenceSplitter(chunk_size=60, chunk_overlap=0)
@@ -375,9 +376,9 @@ class TestWarmKV:
 
     @pytest.mark.slow
     def test_what_workers_made_is_warmed_afterwards(self):
+        """Not with a `SentenceSplitter`, which `IngestionPipeline.run` cannot send to a worker: it waits forever."""
         engine = wide_engine()
-        pipeline = IngestionPipeline(transformations=[SPLITTER])
-        nodes = pipeline.run(documents=documents(1, 2), num_workers=2)
+        nodes = IngestionPipeline(transformations=[Embedded()]).run(documents=documents(1, 2), num_workers=2)
         warm_nodes(engine, nodes)
         assert kept_share(engine, shown(nodes)) >= 0.95
 
@@ -473,9 +474,9 @@ class TestPipelines:
     def test_workers(self):
         engine = wide_engine()
         store = KVBoostVectorStore(SimpleVectorStore(), engine)
-        pipeline = IngestionPipeline(transformations=[SPLITTER, EMBEDDING], vector_store=store)
+        pipeline = IngestionPipeline(transformations=[Embedded()], vector_store=store)
         nodes = pipeline.run(documents=documents(1, 2), num_workers=2)
-        assert len(nodes) > 2
+        assert len(nodes) == 2
         assert kept_share(engine, shown(nodes)) >= 0.95
 
 
