@@ -558,7 +558,7 @@ class TestStructured:
         assert any(isinstance(part.lamp, dict) and part.lamp == {"on": True} for part in found)
         notes = [part.note for part in found if getattr(part, "note", None)]
         assert notes[-1] == "cold"
-        assert len(notes) > 1
+        assert notes[0] != "cold"  # strings grow, too
         sizes = [len(part.model_dump_json(exclude_none=True, exclude_defaults=True)) for part in found]
         assert sizes[0] < sizes[-1]
 
