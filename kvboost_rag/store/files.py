@@ -1,7 +1,7 @@
 """One chunk in one safetensors file that says all there is to know of it.
 
 Tensors of the run are stored as ``kv.<name>``, ids as ``ids.tokens``, ``ids.history`` and ``ids.behind``. The metadata
-hold one JSON text under ``kvboost-rag`` and a checksum (xxh3-128) of that text and of every tensor. Files are read
+hold one JSON text under ``kvboost-rag`` and a checksum (xxh3-64) of that text and of every tensor. Files are read
 through a private map: nothing is copied before somebody reads it, and no write can reach the file.
 """
 
@@ -41,7 +41,6 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14: all pages in one call instead of a fault for every 64 KiB
 _MAX_HEADER_BYTES = 1 << 24
 
 
@@ -184,7 +183,6 @@ def _open(path: Path) -> tuple[str, dict[str, torch.Tensor], str]:
     head = int.from_bytes(data[:8], "little")
     if not 2 <= head <= min(size - 8, _MAX_HEADER_BYTES):
         raise BadEntry(f"{path.name}: it is truncated, or no safetensors file")
-    _populate(data)
     try:
         entries = json.loads(data[8 : 8 + head])
         metadata = entries.pop("__metadata__")
@@ -193,13 +191,6 @@ def _open(path: Path) -> tuple[str, dict[str, torch.Tensor], str]:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise BadEntry(f"{path.name}: {type(error).__name__} in its header: {error}") from error
     return text, tensors, checksum
-
-
-def _populate(data: mmap.mmap) -> None:
-    try:
-        data.madvise(_POPULATE_READ)
-    except (AttributeError, OSError, ValueError):
-        pass  # another system: its pages come as they are touched
 
 
 def _tensor(data: mmap.mmap, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
@@ -253,7 +244,7 @@ def _ids(tensor: torch.Tensor | None) -> IntArray | None:
 
 
 def _checksum(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    h = xxhash.xxh3_128(text.encode())
+    h = xxhash.xxh3_64(text.encode())
     for name, tensor in sorted(tensors.items()):
         h.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         if tensor.numel():  # torch has no bytes of nothing
