@@ -40,7 +40,7 @@ EMBEDDING = HashEmbedding()
 @functools.cache
 def wide_model() -> Any:
     """A tiny model with room for LlamaIndex's prompts."""
-    return new_model("llama", max_position_embeddings=2048)
+    return new_model("llama", max_position_embeddings=1280)
 
 
 def wide_engine(**config: Any) -> Engine:

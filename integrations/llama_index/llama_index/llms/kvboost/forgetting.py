@@ -23,11 +23,13 @@ class Entry:
         name: its id.
         document: id of the document it was cut from, if there is one.
         text: as prompts show it.
+        forgets: how often something had been forgotten when it came.
     """
 
     name: str
     document: str | None
     text: str
+    forgets: int
 
 
 class NodeKeeper:
@@ -52,7 +54,8 @@ class NodeKeeper:
         Raises:
             PromptError: one cannot be rendered.
         """
-        found = [Entry(node.node_id, node.ref_doc_id, self._warmer.render(node)) for node in nodes]
+        forgets = self._records.forgets
+        found = [Entry(node.node_id, node.ref_doc_id, self._warmer.render(node), forgets) for node in nodes]
         self._records.claim(entry.text for entry in found)
         return found
 
@@ -79,12 +82,13 @@ class NodeKeeper:
                 if entry.document is not None:
                     self._document_of[entry.name] = entry.document
                     self._nodes_of.setdefault(entry.document, set()).add(entry.name)
-        forgets = self._records.forgets
+        texts = [entry.text for entry in entries]
         self._records.put_all((entry.name, entry.text) for entry in entries)
-        self._records.release(entry.text for entry in entries)
         self._forget(replaced)
-        if self._records.forgets != forgets:  # what was encoded behind a replaced text went with it
-            self._warm_again(entry.text for entry in entries)
+        if any(entry.forgets != self._records.forgets for entry in entries):
+            self._warm_again(texts)  # what was not recorded yet may have gone with what was forgotten
+        self._records.release(texts)
+        self._forget(texts)  # what was deleted meanwhile
 
     def drop_again(self, entries: Sequence[Entry]) -> None:
         """The store did not take these nodes."""
@@ -134,6 +138,7 @@ class NodeKeeper:
             self._warm_again(others)
         finally:
             records.release(others)
+            self._forget(others)  # what was deleted meanwhile
 
     def _warm_again(self, texts: Iterable[str]) -> None:
         distinct = list(dict.fromkeys(texts))
