@@ -596,7 +596,8 @@ class TestIndexes:
         assert kept_share(engine, shown(nodes), namespace="one") == 0
         assert kept_share(engine, shown(nodes), namespace="two") >= 0.95
 
-    def test_concurrent_writes(self):
+    @pytest.mark.parametrize("turn", range(3))
+    def test_concurrent_writes(self, turn):
         engine = wide_engine(pack_tokens=200)
         store = KVBoostVectorStore(SimpleVectorStore(), engine, batch_size=2)
         nodes = [node(s, 20, document=f"d{s % 4}", embedding=[0.0] * 8) for s in range(16)]
