@@ -9,14 +9,16 @@ from .errors import (
     KVBoostError,
     PromptError,
     RequestTimeoutError,
+    StoreError,
     UnsupportedModelError,
 )
-from .stats import Delta, EngineStats, Generation, Prefill, Timing, Usage, WarmReport
+from .stats import Delta, DiskStats, EngineStats, Generation, Prefill, Timing, Usage, WarmReport
 
 __all__ = [
     "ConfigError",
     "ContextOverflowError",
     "Delta",
+    "DiskStats",
     "Engine",
     "EngineClosedError",
     "EngineConfig",
@@ -27,6 +29,7 @@ __all__ = [
     "PromptError",
     "RequestTimeoutError",
     "SamplingParams",
+    "StoreError",
     "Timing",
     "UnsupportedModelError",
     "Usage",

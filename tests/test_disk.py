@@ -180,6 +180,21 @@ def test_time_to_live(tmp_path):
     store.close()
 
 
+def test_what_is_over_makes_room_before_anything_else(tmp_path, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    over, kept, new = chunk_of(1, tokens=100), chunk_of(2, tokens=100), chunk_of(3, tokens=100)
+    store = DiskStore(tmp_path, 2 * (file_bytes(over) + over.header.ids_bytes + ROW_BYTES), gdsf=False, sync=False)
+    store.put(kept)
+    store.put(over, now + 10)
+    now += 20
+    assert store.put(new)
+    assert store.stats().evictions == 0
+    assert equal(store.get(kept.header.key), kept)
+    assert len(list(files_in(tmp_path))) == 2
+    store.close()
+
+
 def test_a_shorter_time_to_live_counts_for_what_was_stored_without_one(store):
     store.put(chunk_of(1))
     again = reopened(store, ttl_s=3600.0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost_rag import ConfigError, Engine, SamplingParams
+from kvboost_rag import ConfigError, Engine, EngineConfig, SamplingParams
+from kvboost_rag.calibration_text import PASSAGES
 from kvboost_rag.errors import StoreError
 from kvboost_rag.store import upkeep
 from kvboost_rag.store.disk import DiskStore
@@ -203,6 +206,40 @@ def test_the_disk_budget_holds_and_the_report_tells_what_is_lost(tmp_path, caplo
     assert report.evicted == len(DOCUMENTS) - disk.chunks
     assert "disk_budget_bytes" in caplog.text
     engine.close()
+
+
+def test_a_disk_that_is_slower_than_the_model_is_left_alone(tmp_path):
+    prompt = prompt_of(DOCUMENTS)
+    engine = on(tmp_path)
+    engine.prefill(prompt)
+    engine.close()
+    again = on(tmp_path, fallback=True, ram_budget_bytes=0)
+    assert again.prefill(prompt, reuse="exact").usage.exact_tokens > 0
+    again._library._store.disk.tally.loaded(1, 100.0)  # as from a disk that takes minutes
+    found = again.prefill(prompt, reuse="exact")
+    assert found.usage.exact_tokens == 0
+    assert found.usage.stored_tokens == 0
+    assert off_by(again, found) < LIMIT
+    again.close()
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_command_line_warms_the_real_model_for_other_processes(model_path, tmp_path):
+    passages = tmp_path / "passages"
+    passages.mkdir()
+    for number, passage in enumerate(PASSAGES):
+        (passages / f"{number}.txt").write_text(passage, encoding="utf-8")
+    call = [sys.executable, "-c", "import sys; from kvboost_rag.cli import main; sys.exit(main())"]
+    options = ["--model", str(model_path), "--store", str(tmp_path / "store"), "--namespace", "alice"]
+    subprocess.run([*call, "warm", str(passages), *options], check=True, timeout=600)
+    config = EngineConfig(disk_path=tmp_path / "store", fallback=False, selector="query")
+    with Engine.from_pretrained(str(model_path), config=config) as engine:
+        prompt = [{"role": "user", "content": "Context:\n\n" + "\n\n".join(PASSAGES[::-1]) + "\n\nWhat is this?"}]
+        found = engine.prefill(prompt, namespace="alice", store=False).usage
+        assert found.approximate_tokens > 0.7 * found.prompt_tokens
+        assert engine.prefill(prompt, namespace="bob", store=False).usage.new_tokens == found.prompt_tokens
+        assert engine.stats().disk.loads == len(PASSAGES)
 
 
 # ---- deletion --------------------------------------------------------------------------------------------------------

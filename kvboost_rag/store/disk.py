@@ -179,6 +179,9 @@ class DiskStore(DiskReader):
     def _evict(self, nbytes: int) -> list[str]:
         """Make room inside a transaction. Files go before the commit, so that the budget holds at every moment."""
         rows, keys = list[int](), list[str]()
+        if nbytes <= 0:
+            return keys
+        nbytes -= self._remove_expired()
         for row, name, key in self._writes.victims(nbytes, format=files.FORMAT) if nbytes > 0 else ():
             if self._drop_file(name):
                 rows.append(row)
@@ -186,6 +189,14 @@ class DiskStore(DiskReader):
         self._writes.remove(rows, evicted=True)
         self.tally.add(evictions=len(rows))
         return keys
+
+    def _remove_expired(self) -> int:
+        """Remove chunks whose time is over, inside a transaction; the bytes that became free."""
+        before = self._writes.total_bytes()
+        for row in self._writes.expired(time.time(), files.FORMAT):
+            if all(self._drop_file(name, wipe=True) for name in self._writes.names_of([row])):
+                self._writes.remove([row])
+        return before - self._writes.total_bytes()
 
     def _abandon(self, row: int, name: str) -> bool:
         """Undo what was begun; False if somebody else has done so."""
