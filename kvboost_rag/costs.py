@@ -48,10 +48,6 @@ class CostModel:
         computed = tokens - min(rows, tokens)
         return computed * (self.token_s + self.pair_s * (base + tokens / 2)) - self.move_s * tokens
 
-    def is_slower(self, loading_s: float, tokens: int) -> bool:
-        """Whether bringing tokens from disk takes longer than computing them."""
-        return loading_s > tokens * self.token_s
-
     def compute(self, plan: Plan) -> float:
         """Seconds of the plan without approximate segments: exact hits loaded, the rest computed in one pass."""
         n, e = plan.prompt_tokens, plan.exact_end

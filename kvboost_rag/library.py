@@ -90,8 +90,16 @@ class Library:
             budget_bytes, policy, worth, disk=disk, write_behind_bytes=write_behind_bytes, on_leave=self._discard
         )
 
-    def match(self, scope: Scope, ids: IntArray, *, approximate: bool) -> Match:
-        """Find what is stored of ``ids``."""
+    def match(self, scope: Scope, ids: IntArray, *, approximate: bool, token_s: float | None = None) -> Match:
+        """Find what is stored of ``ids``.
+
+        Args:
+            scope: whose prompt it is.
+            ids: the prompt.
+            approximate: look for moved documents, too.
+            token_s: seconds that computing a token takes; then what only the disk has is left out if loading it would
+                take longer.
+        """
         self._catch_up(scope)
         with self._lock:
             exact = self._index.match_exact(scope, ids)
@@ -101,7 +109,12 @@ class Library:
             match = Match(exact, served, runs, {})
             found = {hit.key: self._index.get(hit.key) for hit in match.hits}
         match.headers.update((key, header) for key, header in found.items() if header is not None)
-        return match
+        return match if token_s is None else self._without_slow(match, token_s)
+
+    def _without_slow(self, match: Match, token_s: float) -> Match:
+        far = {key for key in match.headers if not self._store.in_ram(key)}
+        tokens = sum(hit.length for hit in match.hits if hit.key in far)
+        return match.without(far) if self.loading_s(far) > token_s * tokens else match
 
     def _continued(self, scope: Scope, ids: IntArray, start: int) -> Hit | None:
         hit = self._index.match_served(scope, ids)
@@ -228,10 +241,6 @@ class Library:
     def loading_s(self, keys: Iterable[str]) -> float:
         """Seconds that it takes to bring chunks from disk that RAM lacks."""
         return self._store.loading_s(keys)
-
-    def not_in_ram(self, keys: Iterable[str]) -> list[str]:
-        """Chunks that only the disk has."""
-        return [key for key in keys if not self._store.in_ram(key)]
 
     def stats(self) -> StoreStats:
         """State of RAM."""

@@ -22,7 +22,7 @@ from .errors import RequestTimeoutError
 from .hf import generation_settings, stop_strings
 from .keeping import Keeper
 from .kv import Cancelled
-from .library import Library, Match
+from .library import Library
 from .planner import Plan, make_plan, without_approximate
 from .prefill import Executed, Executor
 from .repair import Recipe
@@ -174,17 +174,12 @@ class Serving:
             reason = "the chunks that were found are evicted by now"
             planned = fetched = time.perf_counter()
             executed = self._execute(request, plan, {}, room, recipe)
-        return Served(
-            plan,
-            executed,
-            reason,
-            new,
-            recipe,
-            queue_s=begun - request.started - request.tokenize_s,
-            lookup_s=planned - begun,
-            prefill_s=time.perf_counter() - fetched - executed.load_s,
-            fetch_s=fetched - planned,
+        queue_s, prefill_s = (
+            begun - request.started - request.tokenize_s,
+            time.perf_counter() - fetched - executed.load_s,
         )
+        times = (queue_s, planned - begun, prefill_s, fetched - planned)
+        return Served(plan, executed, reason, new, recipe, *times)
 
     def answer(self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None]) -> tuple[Generation, Served]:
         """Fill the cache and continue the prompt.
@@ -266,9 +261,9 @@ class Serving:
             reason = f"the prompt has {n} tokens and the rotary frequencies change beyond {static}"
             return make_plan(n, ()), reason, ()
         # Text already stored is looked up even when this call may not use it, so that it is not stored again.
-        match = self._library.match(request.scope, request.ids, approximate=self._config.reuse == "approximate")
+        moves, token_s = self._config.reuse == "approximate", self.costs.token_s if self.costs else None
+        match = self._library.match(request.scope, request.ids, approximate=moves, token_s=token_s)
         new = _gaps(n, [(hit.start, hit.end) for hit in match.hits])
-        match = self._without_slow(match)
         # What cannot be repaired has no place in a prompt that is to equal a full prefill.
         whole = self._lossy and recipe.everything
         exact, settled = ((), None) if whole else (match.exact, match.served)
@@ -282,20 +277,11 @@ class Serving:
     def _no_exact(self) -> str:
         return f"nothing stored with kv_bits={self._config.kv_bits!r} is exact"
 
-    def _without_slow(self, match: Match) -> Match:
-        """Leave out what only the disk has, if it takes longer to bring it from there than to compute it."""
-        if self.costs is None:
-            return match
-        far = set(self._library.not_in_ram(match.headers))
-        tokens = sum(hit.length for hit in match.hits if hit.key in far)
-        return match.without(far) if self.costs.is_slower(self._library.loading_s(far), tokens) else match
-
     def _fallback(self, plan: Plan, recipe: Recipe) -> str | None:
         if self.costs is None or not self._config.fallback:
             return None
-        exact = [segment.key for segment in plan.segments if segment.kind == "exact" and segment.key is not None]
         reuse = self.costs.reuse(plan, recipe) + self._library.loading_s(plan.keys)
-        compute = self.costs.compute(plan) + self._library.loading_s(exact)
+        compute = self.costs.compute(plan) + self._library.loading_s(without_approximate(plan).keys)
         if reuse < WORTH * compute:
             return None
         return f"reuse is not worth an approximation: {reuse:.3g} s predicted, computing takes {compute:.3g} s"
