@@ -224,6 +224,10 @@ async def astreamed(side: Adapter, llm: Any, turns: Sequence[Turn], **call: Any)
 Form = Literal["ask", "aask", "stream", "astream"]
 FORMS: list[Form] = ["ask", "aask", "stream", "astream"]
 every_form = pytest.mark.parametrize("form", FORMS)
+# Where each costs more: two show plain and streamed, blocking and on the loop.
+costly_forms = pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=() if form in ("ask", "astream") else pytest.mark.slow) for form in FORMS]
+)
 
 
 def asked(side: Adapter, form: Form, llm: Any, turns: Sequence[Turn], **call: Any) -> Answer:
@@ -341,7 +345,7 @@ class TestBothTheSame:
             assert one.reuse[name] == other.reuse[name], name
 
     @pytest.mark.parametrize("family", [None, "qwen2.5"])
-    @pytest.mark.parametrize("choice", ["any", "switch", "auto"])
+    @pytest.mark.parametrize("choice", ["any", pytest.param("switch", marks=pytest.mark.slow), "auto"])
     def test_tools(self, family: str | None, choice: str) -> None:
         (ids, one), (other_ids, other) = self.answers(fresh_engine(family), tools=[TOOL], tool_choice=choice)
         assert ids == other_ids
@@ -358,7 +362,7 @@ class TestBothTheSame:
 
 
 class TestTools:
-    @every_form
+    @costly_forms
     def test_forced(self, side: Adapter, form: Form) -> None:
         llm = side.make(engine=fresh_engine(), max_tokens=ROOMY)
         answer = asked(side, form, llm, user("q"), tools=[TOOL], tool_choice="any")
@@ -367,13 +371,13 @@ class TestTools:
         assert isinstance(arguments["on"], bool)
         assert (answer.text, answer.finish_reason) == ("", "tool_calls")
 
-    @every_form
+    @costly_forms
     def test_voluntary(self, side: Adapter, caller: RecordingEngine, form: Form) -> None:
         caller.says = f"I look.\n{CALL}"
         answer = asked(side, form, side.make(engine=caller, max_tokens=ROOMY), user("q"), tools=[TOOL])
         assert (answer.text, answer.calls) == ("I look.", (("switch", {"on": True}),))
 
-    @every_form
+    @costly_forms
     def test_none(self, side: Adapter, caller: RecordingEngine, form: Form) -> None:
         caller.says = "No."
         llm = side.make(engine=caller, max_tokens=ROOMY)
@@ -393,14 +397,9 @@ class TestTools:
             side.ask(side.make(engine=caller), user("q"), tools=[TOOL], tool_choice=choice)
 
     def test_structured_output(self, side: Adapter, engine: RecordingEngine) -> None:
-        llm = side.make(engine=engine, max_tokens=ROOMY, temperature=1.5)
-        for seed in range(3):
-            assert isinstance(side.structured(side.make(**self.seeded(engine, seed)), Lamp, "q"), Lamp)
+        llm = side.make(engine=engine, max_tokens=ROOMY, temperature=1.5, seed=1)
+        assert isinstance(side.structured(llm, Lamp, "q"), Lamp)
         assert isinstance(side.structured_stream(llm, Lamp, "q")[-1], Lamp)
-
-    @staticmethod
-    def seeded(engine: Engine, seed: int) -> dict[str, Any]:
-        return {"engine": engine, "max_tokens": ROOMY, "temperature": 1.5, "seed": seed}
 
     def test_no_room_for_structured_output(self, side: Adapter, engine: RecordingEngine) -> None:
         with pytest.raises(ConfigError, match="max_tokens is 2"):
@@ -416,7 +415,7 @@ class TestLimits:
         assert str(raised.value.prompt_tokens) in str(raised.value)
         assert str(raised.value.window_tokens) in str(raised.value)
 
-    @every_form
+    @costly_forms
     def test_timeout_raises_and_stops(self, side: Adapter, engine: RecordingEngine, form: Form) -> None:
         llm = side.make(engine=engine, max_tokens=LONG, timeout=0.2)
         with Forwards(engine.model) as forwards:

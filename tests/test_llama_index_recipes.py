@@ -437,7 +437,7 @@ class TestSubQuestions:
         '{"sub_question": "On which day is it held?", "tool_name": "market"}]}\n```'
     )
 
-    @pytest.mark.parametrize("use_async", [False, True])
+    @pytest.mark.parametrize("use_async", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_sub_question_query_engine(self, settings: Any, usages: Usages, use_async: bool) -> None:
         engine = scripted("smollm2", self.QUESTIONS, "Thursday at six.", "Thursday at six.", "At six, on Thursdays.")
         llm = llm_on(engine, max_tokens=400)

@@ -128,7 +128,18 @@ FORMS: dict[str, Form] = {
     "stream": lambda llm, tools, **k: list(llm.stream_chat_with_tools(tools, "q", **k))[-1],
     "astream": lambda llm, tools, **k: run(collected(llm.astream_chat_with_tools(tools, "q", **k)))[-1],
 }
-every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+# Plain and streamed, blocking and on the loop: two forms show each once, the others take their time.
+every_form = pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, id=name, marks=() if name in ("chat", "astream") else pytest.mark.slow)
+        for name, form in FORMS.items()
+    ],
+)
+some_families = pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=() if name in ("smollm2", "qwen2.5") else pytest.mark.slow) for name in TOKENIZERS],
+)
 
 
 def named(llm: KVBoost, response: Any) -> list[tuple[str, Any]]:
@@ -137,7 +148,7 @@ def named(llm: KVBoost, response: Any) -> list[tuple[str, Any]]:
 
 
 class TestDescribing:
-    @pytest.mark.parametrize("family", TOKENIZERS)
+    @some_families
     @pytest.mark.parametrize("tool", [SWITCH, ASK, tool_dict("switch", on=FLAG)], ids=["function", "engine", "dict"])
     def test_29033_every_kind_of_tool_reaches_the_prompt(self, family: str, tool: Any) -> None:
         engine = engine_of_family(family)  # 30453
@@ -189,7 +200,7 @@ class TestDescribing:
 
 
 class TestForced:
-    @pytest.mark.parametrize("family", TOKENIZERS)
+    @some_families
     @every_form
     def test_24430_every_form_of_every_family(self, family: str, form: Form) -> None:
         llm = KVBoost(engine=engine_of_family(family), max_tokens=ROOMY)
@@ -274,7 +285,7 @@ def many(family: str) -> str:
 
 
 class TestSeveral:
-    @pytest.mark.parametrize("family", ["qwen2.5", "smollm2", "mistral"])
+    @pytest.mark.parametrize("family", ["qwen2.5", "smollm2", pytest.param("mistral", marks=pytest.mark.slow)])
     @every_form
     @pytest.mark.parametrize("parallel", [False, True])
     def test_allow_parallel_tool_calls(self, family: str, form: Form, parallel: bool) -> None:
@@ -735,10 +746,15 @@ class TestWarmTools:
         assert self.cached(llm, [ASK, SWITCH, LOCK]) > 0.4 * len(engine.ids)
 
 
+MORE = [("qwen2.5", False), ("smollm2", True)]
+
+
 @agents
 class TestAgents:
-    @pytest.mark.parametrize("family", ["qwen2.5", "smollm2"])
-    @pytest.mark.parametrize("streaming", [True, False])
+    @pytest.mark.parametrize(
+        ("family", "streaming"),
+        [("qwen2.5", True), ("smollm2", False), *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE)],
+    )
     def test_function_agent(self, family: str, streaming: bool) -> None:
         engine = scripted(family, call("switch", on=True), "The lamp is on now.")
         llm = KVBoost(engine=engine, max_tokens=160)
