@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import xxhash
 
-from .chunks import ChunkHeader, Hit, IntArray, Scope, prefix_hash
+from .chunks import ChunkHeader, Hit, IntArray, Scope, ScopedHash, prefix_hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +149,7 @@ class _PrefixHashes:
     """`prefix_hash` of growing prefixes of one sequence, each token hashed once."""
 
     def __init__(self, scope: Scope, ids: IntArray) -> None:
-        self._hash = xxhash.xxh3_128(scope.digest())
-        self._hash.update(b"prefix")
+        self._hash = ScopedHash(scope, b"prefix")
         self._raw = memoryview(ids.astype("<i4").tobytes())
         self._done = 0
 

@@ -1,18 +1,21 @@
 """Identity of stored token runs: scopes, content hashes, prefix hashes, chunk headers.
 
-Hashes are canonical: the same tokens give the same hash in every process and on every machine.
-xxHash does not resist an attacker, so a hash only finds a candidate; the ids decide (see `index`).
+Hashes are BLAKE2b, keyed by tenant and model, and canonical: the same tokens give the same hash in every process and
+on every machine. The key of a scope is no secret, since whoever reads the store reads the ids in it. It keeps scopes
+apart: nobody can choose a namespace or a document whose hash is that of another tenant's chunk, and so learn from a
+chunk of his own that cannot be stored whether that one is there. (With xxHash one can, by pen and paper.) Even so a
+hash only finds a candidate; the ids decide (see `index`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
 Origin = Literal["warm", "prompt", "served"]
@@ -38,19 +41,34 @@ class Scope:
     namespace: str
 
     def digest(self) -> bytes:
-        """16 bytes that start every hash of this scope."""
+        """32 bytes that key every hash of this scope."""
         # The length prefix keeps ("ab", "c") apart from ("a", "bc").
         head = f"{len(self.fingerprint)}:{self.fingerprint}:{self.namespace}"
-        return xxhash.xxh3_128(head.encode("utf-8", "surrogatepass")).digest()
+        return blake2b(head.encode("utf-8", "surrogatepass"), digest_size=32, person=b"scope").digest()
+
+
+class ScopedHash:
+    """A hash of 128 bits over ids that are given piece by piece, keyed by a scope."""
+
+    def __init__(self, scope: Scope, kind: bytes) -> None:
+        self._hash = blake2b(digest_size=16, key=scope.digest(), person=kind)
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Go on with raw ids, little-endian int32."""
+        self._hash.update(data)
+
+    def hexdigest(self) -> str:
+        """The hash of what was given so far."""
+        return self._hash.hexdigest()
 
 
 def content_hash(scope: Scope, tokens: IntArray) -> str:
-    """xxh3-128 over (fingerprint, namespace, token ids), hex."""
+    """Hash of token ids in a scope, hex."""
     return _digest(scope, b"content", tokens)
 
 
 def prefix_hash(scope: Scope, sequence: IntArray) -> str:
-    """xxh3-128 of everything from position 0 to the end of ``sequence``, hex.
+    """Hash of everything from position 0 to the end of ``sequence`` in a scope, hex.
 
     The streaming hash of a sequence continues the hash of any prefix of it, so the value chains the
     parent's without depending on where earlier chunks were cut.
@@ -63,16 +81,14 @@ def chunk_key(scope: Scope, tokens: IntArray, base: int, history: IntArray | Non
 
     ``history=None`` marks KV computed behind an approximate context; it is keyed by its base position.
     """
-    h = xxhash.xxh3_128(scope.digest())
-    h.update(b"chunk")
+    h = ScopedHash(scope, b"chunk")
     h.update(content_hash(scope, tokens).encode())
     h.update(prefix_hash(scope, history).encode() if history is not None else b"approximate:%d" % base)
     return h.hexdigest()
 
 
 def _digest(scope: Scope, kind: bytes, tokens: IntArray) -> str:
-    h = xxhash.xxh3_128(scope.digest())
-    h.update(kind)
+    h = ScopedHash(scope, kind)
     h.update(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
     return h.hexdigest()
 
