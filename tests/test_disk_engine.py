@@ -490,3 +490,14 @@ def test_requests_and_warming_in_threads(tmp_path):
     assert errors == []
     assert upkeep.verify(tmp_path).bad == {}
     assert os.path.isdir(tmp_path / "chunks")
+
+
+def test_without_threads_chunks_are_written_by_whoever_brings_them(tmp_path, monkeypatch):
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
+
+    engine = on(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert engine.warm(DOCUMENTS).on_disk == len(DOCUMENTS)
+        engine.close()

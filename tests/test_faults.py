@@ -87,7 +87,8 @@ def test_a_warming_process_is_killed(tmp_path):
 
 @pytest.mark.slow
 def test_a_warming_process_is_killed_200_times(tmp_path):
-    kill_while_warming(tmp_path, MANY_KILLS, seed=1)
+    for part in range(MANY_KILLS // 20):  # a store that grows through all of them would take ever longer to verify
+        kill_while_warming(tmp_path / str(part), 20, seed=1 + part)
 
 
 def test_a_deleting_process_is_killed(tmp_path):

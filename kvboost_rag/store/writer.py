@@ -150,12 +150,16 @@ class Writer:
 
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._work, name="kvboost-rag writer", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="kvboost-rag writer", daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError:  # the interpreter shuts down, or there are too many threads
+                self._work(wait=False)
         self._changed.notify_all()
 
-    def _work(self) -> None:
-        while (task := self._next()) is not None:
+    def _work(self, wait: bool = True) -> None:
+        while (task := self._next(wait)) is not None:
             try:
                 task()
             except Exception:  # a task handles what it expects; the thread must live on
@@ -165,9 +169,9 @@ class Writer:
                     self._busy -= 1
                     self._changed.notify_all()
 
-    def _next(self) -> Callable[[], None] | None:
+    def _next(self, wait: bool) -> Callable[[], None] | None:
         with self._changed:
-            end = time.monotonic() + IDLE_S
+            end = time.monotonic() + (IDLE_S if wait else 0.0)
             while True:
                 if self._waiting:
                     key = next(iter(self._waiting))
