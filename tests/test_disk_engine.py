@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -501,3 +502,24 @@ def test_without_threads_chunks_are_written_by_whoever_brings_them(tmp_path, mon
         patch.setattr(threading.Thread, "start", refuse)
         assert engine.warm(DOCUMENTS).on_disk == len(DOCUMENTS)
         engine.close()
+
+
+@pytest.mark.parametrize("column", ["tokens", "history"])
+def test_ids_of_the_catalogue_that_are_not_those_of_the_file_are_no_hit(tmp_path, column):
+    engine = on(tmp_path)
+    engine.prefill(DOCUMENTS[0])
+    ids = engine.tokenize(DOCUMENTS[0])
+    engine.close()
+    forged = [*ids[:10], 77, *ids[11:]]
+    with sqlite3.connect(tmp_path / "catalogue.sqlite") as db:
+        raw = torch.tensor(forged if column == "tokens" else [5] * 4, dtype=torch.int32).numpy().tobytes()
+        db.execute(f"UPDATE ids SET {column} = ?", (raw,))
+        if column == "history":
+            db.execute("UPDATE chunks SET base = 4")
+    db.close()
+    again = on(tmp_path, served_share=0.0)
+    prompt = [*forged, 9] if column == "tokens" else [5] * 4 + [*ids, 9]
+    found = again.prefill(prompt, reuse="exact", store=False)
+    assert found.usage.exact_tokens == 0
+    assert off_by(again, found) < LIMIT
+    again.close()
