@@ -72,7 +72,6 @@ JOINED = PromptTemplate(
 )
 CHATS = {"context": ContextChatEngine, "condense_plus_context": CondensePlusContextChatEngine}
 ENDS = 40  # characters by which a node is found in a prompt that may have rewritten its middle
-COLUMNS = ("figure", "aim", "measured")
 
 
 def main() -> None:
@@ -100,10 +99,10 @@ def main() -> None:
         asked = [ask(llm, nodes, args.k, number, rng) for number in range(-1, args.questions)][1:]
         stalls = asyncio.run(stalled(llm, [question(nodes, args.k, n, rng) for n in range(3)]))
         tables["figures"] = summary(asked, stalls, args.k)
-    print(markdown(tuple(tables["layouts"][0]), tables["layouts"]))
-    print()
-    print(markdown(COLUMNS, tables["figures"]))
-    print(f"\n`{' '.join(sys.argv)}` on {machine()}")
+    for rows in tables.values():
+        if rows:
+            print(markdown(tuple(rows[0]), rows), end="\n\n")
+    print(f"`{' '.join(sys.argv)}` on {machine()}")
     write(args.json, vars(args), **tables)
 
 
