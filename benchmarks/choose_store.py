@@ -183,29 +183,36 @@ def measure(kind: type[Files] | type[Lmdb], folder: Path, options: argparse.Name
     row["memcpy, GB/s"] = total / best(memcpy) / 1e9
     store.close()
 
-    many = kind(folder / "many")
-    tiny = tensors_of(64, 0)
-    for number in range(options.entries):
+    row[f"open {options.entries}, ms"] = reopened(kind, folder / "many", options.entries, tokens) * 1e3
+    row["copies of deleted text"] = left_behind(kind, folder / "secret")
+    row["after 20 kills: lost / torn"] = killed(kind, folder / "killed")
+    return row
+
+
+def reopened(kind: type[Files] | type[Lmdb], folder: Path, entries: int, tokens: bytes) -> float:
+    """Seconds to open a store of many entries and read all their ids."""
+    many, tiny = kind(folder), tensors_of(64, 0)
+    for number in range(entries):
         many.publish(f"{number:032x}", tiny, tokens)
     many.close()
 
     def reopen() -> None:
-        again = kind(folder / "many")
-        assert sum(1 for _ in again.entries()) == options.entries
+        again = kind(folder)
+        assert sum(1 for _ in again.entries()) == entries
         again.close()
 
-    row[f"open {options.entries}, ms"] = best(reopen, 3) * 1e3
+    return best(reopen, 3)
 
-    secret = kind(folder / "secret")
-    ids = SECRET * 60
+
+def left_behind(kind: type[Files] | type[Lmdb], folder: Path) -> int:
+    """Copies of a deleted text in the files of a store."""
+    secret, tiny, ids = kind(folder), tensors_of(64, 0), SECRET * 60
     secret.publish("0" * 32, {"keys": torch.frombuffer(bytearray(ids), dtype=torch.uint8)}, ids)
-    secret.publish("1" * 32, tiny, tokens)
+    secret.publish("1" * 32, tiny, b"ids")
     secret.delete("0" * 32)
-    left = sum(path.read_bytes().count(SECRET) for path in (folder / "secret").iterdir())
+    left = sum(path.read_bytes().count(SECRET) for path in folder.iterdir())
     secret.close()
-    row["copies of deleted text"] = left
-    row["after 20 kills: lost / torn"] = killed(kind, folder / "killed")
-    return row
+    return left
 
 
 def killed(kind: type[Files] | type[Lmdb], folder: Path) -> str:
