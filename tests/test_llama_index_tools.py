@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Callable, Coroutine
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import pytest
 from llama_index.core.agent.workflow import (
@@ -24,6 +24,9 @@ from llama_index.core.agent.workflow import (
 )
 from llama_index.core.base.llms.types import ChatMessage, ToolCallBlock
 from llama_index.core.base.response.schema import Response
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import CustomQueryEngine
 from llama_index.core.tools import FunctionTool, QueryEngineTool
@@ -182,6 +185,18 @@ class TestDescribing:
         answer = llm.chat_with_tools([turned], "q")
         assert engine.ids == ids
         assert answer.raw["exact_tokens"] >= len(ids) - 1
+
+    @pytest.mark.parametrize("name", ["my tool", "größe", "Box[int]", "a" * 65])
+    def test_names_no_call_could_hold_are_refused(self, engine: RecordingEngine, name: str) -> None:
+        """LlamaIndex would show them another name, and not find the tool when the model calls it by that."""
+        named = FunctionTool.from_defaults(switch, name=name)
+        with pytest.raises(PromptError, match="rename it"):
+            KVBoost(engine=engine).chat_with_tools([named], "q")
+
+    def test_dots_in_names(self, plain: RecordingEngine) -> None:
+        named = FunctionTool.from_defaults(switch, name="lamp.switch")
+        answer = KVBoost(engine=plain, max_tokens=ROOMY).predict_and_call([named], "q", tool_required=True)
+        assert [source.tool_name for source in answer.sources] == ["lamp.switch"]
 
     def test_no_tools(self, engine: RecordingEngine) -> None:
         llm = KVBoost(engine=engine, max_tokens=2)
@@ -533,6 +548,36 @@ ROOM = '{"lamp": {"on": true, "colour": "red"}, "sizes": [12, 13], "kind": "atti
 PROMPT = PromptTemplate("Of the {thing}.")
 
 
+Predict = Callable[..., Any]
+STRUCTURED: dict[str, Predict] = {
+    "structured_predict": lambda llm, made, **more: llm.structured_predict(made, PROMPT, thing="lamp", **more),
+    "astructured_predict": lambda llm, made, **more: run(llm.astructured_predict(made, PROMPT, thing="lamp", **more)),
+    "stream_structured_predict": lambda llm, made, **more: list(
+        llm.stream_structured_predict(made, PROMPT, thing="lamp", **more)
+    )[-1],
+    "astream_structured_predict": lambda llm, made, **more: run(
+        collected(llm.astream_structured_predict(made, PROMPT, thing="lamp", **more))
+    )[-1],
+}
+every_structured_form = pytest.mark.parametrize("predict", STRUCTURED.values(), ids=STRUCTURED)
+
+
+class Leaf(BaseModel):
+    """Something that may hold another of its kind."""
+
+    inside: Leaf | None = None
+    size: int
+
+
+T = TypeVar("T")
+
+
+class Box(BaseModel, Generic[T]):
+    """Holds something."""
+
+    inside: T
+
+
 def fixed(field: Any) -> Any:
     return field.value if isinstance(field, Enum) else field
 
@@ -547,7 +592,7 @@ class TestStructured:
         assert "Of the lamp." in llm.engine.text or family == "mistral"
 
     def test_nested_optional_list_and_enum_fields(self, plain: RecordingEngine) -> None:
-        llm = KVBoost(engine=plain, max_tokens=1000)
+        llm = KVBoost(engine=plain, max_tokens=ROOMY)
         for found in (
             llm.structured_predict(Room, PROMPT, thing="room"),
             run(llm.astructured_predict(Room, PROMPT, thing="room")),
@@ -641,6 +686,44 @@ class TestStructured:
         }[way]
         with pytest.raises(ValueError, match="red enough"):
             work()
+
+    @pytest.mark.parametrize("made", [Leaf, Box[int]], ids=["refers to itself", "generic"])
+    @every_structured_form
+    def test_classes_that_are_no_tool(self, plain: RecordingEngine, predict: Predict, made: type[BaseModel]) -> None:
+        """LlamaIndex's tools lose the fields of the one and the name of the other."""
+        plain.says = '{"inside": {"inside": null, "size": 2}, "size": 1}' if made is Leaf else '{"inside": 3}'
+        found = predict(KVBoost(engine=plain, max_tokens=ROOMY), made)
+        assert isinstance(found, made)
+        assert found == made.model_validate_json(plain.says)
+
+    @every_structured_form
+    def test_every_form_asks_the_same(self, plain: RecordingEngine, predict: Predict) -> None:
+        llm = KVBoost(engine=plain, max_tokens=ROOMY, system_prompt="Be kind.")
+        expected = llm.structured_predict(Lamp, PROMPT, thing="lamp")
+        asked = plain.ids
+        assert predict(llm, Lamp, llm_kwargs={"tool_choice": "any", "tool_required": True}) == expected
+        assert plain.ids == asked
+        assert plain.text.count("Be kind.") == 1
+
+    @pytest.mark.parametrize("form", ["structured_predict", "astructured_predict"])
+    def test_events_of_an_object(self, plain: RecordingEngine, form: str) -> None:
+        seen: list[str] = []
+
+        class Keeper(BaseEventHandler):
+            """Names of what happened."""
+
+            def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+                seen.append(event.class_name())
+
+        dispatcher, keeper = get_dispatcher(), Keeper()
+        dispatcher.add_event_handler(keeper)
+        try:
+            STRUCTURED[form](KVBoost(engine=plain, max_tokens=ROOMY), Lamp)
+        finally:
+            dispatcher.event_handlers.remove(keeper)
+        told = [name for name in seen if name.startswith("LLM")]
+        assert told == ["LLMStructuredPredictStartEvent", "LLMChatStartEvent", "LLMChatEndEvent", told[-1]]
+        assert told[-1] == "LLMStructuredPredictEndEvent"
 
     def test_mode_llm_asks_in_words(self, plain: RecordingEngine) -> None:
         """LlamaIndex's text program: a schema in the prompt, and no constraint."""

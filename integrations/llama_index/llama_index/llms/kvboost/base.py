@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from contextlib import aclosing, closing
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast
 
 from llama_index.core.base.llms.generic_utils import messages_to_prompt as default_messages_to_prompt
@@ -16,16 +15,13 @@ from llama_index.core.base.llms.types import (
     MessageRole,
 )
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import (
     CompletionToPromptType,
     MessagesToPromptType,
     ToolSelection,
     default_completion_to_prompt,
 )
-from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
-from llama_index.core.types import Model, PydanticProgramMode
-from pydantic import AliasChoices, BaseModel, Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from kvboost_rag import ConfigError, Engine, WarmReport
 from kvboost_rag.frameworks import STRICT, Asked, EngineOptions, ask, ask_text, off_loop, warm_tools
@@ -33,13 +29,13 @@ from kvboost_rag.tools import check_flags, choice_of
 
 from .messages import ChatPieces, TextPieces, to_chat_response, to_completion, to_prompt
 from .streams import Opened, astreamed, streamed
-from .tools import PartialObjects, ToolLike, describe, schema_of_format, selections
+from .structured import StructuredPredictor
+from .tools import ToolLike, describe, schema_of_format, selections
 
 _TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "response_format"})
-_BY_CALL = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
 
 
-class KVBoost(EngineOptions, FunctionCallingLLM):
+class KVBoost(EngineOptions, StructuredPredictor):
     """Answer with a local Hugging Face model; documents and tools that were read before are not read again.
 
     Example:
@@ -244,65 +240,6 @@ class KVBoost(EngineOptions, FunctionCallingLLM):
             "parallel_tool_calls": bool(allow_parallel_tool_calls),
             **kwargs,
         }
-
-    async def astructured_predict(
-        self,
-        output_cls: type[Model],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> Model:
-        """An object of a class, off the event loop; see LlamaIndex's `structured_predict`."""
-        await off_loop(self.get_engine)  # LlamaIndex asks for the metadata on the event loop
-        if self.system_prompt and self._objects_by_call:  # its program forgets it here, and here only
-            messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
-            prompt, prompt_args = cast(PromptTemplate, ChatPromptTemplate(message_templates=messages)), {}
-        found: Model = await super().astructured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
-        return found
-
-    def _structured_stream_call(
-        self,
-        output_cls: type[BaseModel],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> Generator[Any, None, None]:
-        # LlamaIndex's program demands no call when it streams, and shows an object only when its call is complete.
-        if not self._objects_by_call:
-            yield from super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
-            return
-        messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
-        objects = PartialObjects(output_cls)
-        call = {**(llm_kwargs or {}), "response_format": output_cls}
-        with closing(self.stream_chat(messages, **call)) as pieces:
-            for piece in pieces:
-                yield objects.of(piece)
-
-    async def _structured_astream_call(
-        self,
-        output_cls: type[BaseModel],
-        prompt: PromptTemplate,
-        llm_kwargs: dict[str, Any] | None = None,
-        **prompt_args: Any,
-    ) -> AsyncGenerator[Any, None]:
-        await off_loop(self.get_engine)
-        if not self._objects_by_call:
-            return await super()._structured_astream_call(output_cls, prompt, llm_kwargs, **prompt_args)
-        messages = self._extend_messages(prompt.format_messages(llm=self, **prompt_args))
-        call = {**(llm_kwargs or {}), "response_format": output_cls}
-        pieces = await self.astream_chat(messages, **call)
-        objects = PartialObjects(output_cls)
-
-        async def read() -> AsyncGenerator[Any, None]:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    yield objects.of(piece)
-
-        return read()
-
-    @property
-    def _objects_by_call(self) -> bool:
-        return self.pydantic_program_mode in _BY_CALL and self.metadata.is_function_calling_model
 
     @property
     def _own_rendering(self) -> bool:

@@ -7,10 +7,8 @@ from typing import Any, Literal, TypeAlias
 
 from llama_index.core.base.llms.types import ChatResponse, ToolCallBlock
 from llama_index.core.llms.llm import ToolSelection
-from llama_index.core.program.utils import create_flexible_model
 from llama_index.core.tools import BaseTool
-from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel
 
 from kvboost_rag import ConfigError
 from kvboost_rag.tools import canonical_tool, schema_in
@@ -58,34 +56,12 @@ def selections(response: ChatResponse) -> list[ToolSelection]:
     ]
 
 
-class PartialObjects:
-    """Objects of a class, as complete as the JSON that was streamed so far."""
-
-    def __init__(self, output_cls: type[BaseModel]) -> None:
-        self._class = output_cls
-        self._partial = create_flexible_model(output_cls)
-
-    def of(self, response: ChatResponse) -> Any:
-        """The object so far: one of the class where it is valid, and else one whose missing fields are None.
-
-        Raises:
-            ValueError: the answer is complete, and the class does not accept it.
-        """
-        text = response.message.content or ""
-        if response.raw is not None:  # the last piece
-            return self._class.model_validate_json(text)
-        # LlamaIndex's own reading closes quotes and braces but no lists, and prefers an older object with defaults.
-        found = from_json(text or "{}", allow_partial="trailing-strings")
-        try:
-            return self._class.model_validate(found)
-        except ValidationError:
-            return self._partial.model_validate(found if isinstance(found, dict) else {})
-
-
 def _describe(tool: ToolLike) -> dict[str, Any]:
     if isinstance(tool, BaseTool):
         # Long descriptions are a local model's own business; OpenAI's limit is not.
-        return tool.metadata.to_openai_tool(skip_length_check=True)
+        described: dict[str, Any] = tool.metadata.to_openai_tool(skip_length_check=True)
+        # LlamaIndex writes another name where OpenAI would not take it, and then does not find the tool by that.
+        return {**described, "function": {**described["function"], "name": tool.metadata.get_name()}}
     if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) and tool["function"].get("name"):
         return dict(tool)
     raise ConfigError(f"{tool!r} is no tool; give a LlamaIndex tool, such as FunctionTool.from_defaults(fn)")
