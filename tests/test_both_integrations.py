@@ -297,7 +297,9 @@ class TestAnswers:
 
     @every_form
     @pytest.mark.parametrize(
-        "call", [{"kindness": 1}, {"temperature": -1.0}, {"max_tokens": 0}, {"namespace": ""}, {"stop": [""]}], ids=str
+        "call",
+        [{"kindness": 1}, {"temperature": -1.0}, {"max_tokens": 0}, {"namespace": ""}, {"stop": [""]}, {"stop": 3}],
+        ids=str,
     )
     def test_what_cannot_take_effect_raises(
         self, side: Adapter, engine: RecordingEngine, form: Form, call: dict[str, Any]
@@ -537,7 +539,11 @@ class TestEngines:
             with pytest.raises(ValueError, match="engine= or model="):
                 side.make(**given)
 
-    @pytest.mark.parametrize("bad", [{"max_tokens": 0}, {"kindness": 1}, {"engine_config": QUIET}], ids=str)
+    @pytest.mark.parametrize(
+        "bad",
+        [{"max_tokens": 0}, {"max_tokens": True}, {"temperature": True}, {"kindness": 1}, {"engine_config": QUIET}],
+        ids=str,
+    )
     def test_bad_values_raise_at_once(self, side: Adapter, engine: RecordingEngine, bad: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=next(iter(bad))):
             side.make(engine=engine, **bad)

@@ -323,6 +323,15 @@ class TestPrompts:
         llm.chat([*user("h"), ChatMessage(role="assistant", content="", additional_kwargs={"tool_calls": [call]})])
         assert engine.prompt[1]["content"] == '[{"name": "f", "arguments": {}}]'
 
+    @pytest.mark.parametrize("calls", [["f"], [None], "f", {"name": "f"}, [{"function": "f"}]], ids=str)
+    def test_what_is_no_call_raises(self, llm: KVBoost, calls: Any) -> None:
+        with pytest.raises(PromptError, match="tool_calls"):
+            llm.chat([*user("h"), ChatMessage(role="assistant", content="", additional_kwargs={"tool_calls": calls})])
+
+    def test_what_is_no_message_raises(self, llm: KVBoost) -> None:
+        with pytest.raises(PromptError, match="ChatMessage"):
+            llm.chat([{"role": "user", "content": "q"}])  # type: ignore[list-item]
+
     def test_a_call_that_is_no_json_is_still_shown(self, llm: KVBoost, engine: RecordingEngine) -> None:
         broken = ToolCallBlock(tool_call_id="1", tool_name="f", tool_kwargs='{"a": ')
         llm.chat([*user("h"), ChatMessage(role="assistant", blocks=[broken])])
@@ -637,6 +646,24 @@ class TestCancelling:
         with Forwards(engine.model) as forwards:
             assert run(leave()) == 0
             assert len(forwards.rows) < LONG
+
+    @pytest.mark.parametrize("form", ["stream_chat", "stream_complete"])
+    def test_closing_a_stream_that_another_thread_reads(self, engine: RecordingEngine, form: str) -> None:
+        """A button that stops a chat engine: its thread reads the stream that it stops."""
+        llm = KVBoost(engine=engine, max_tokens=LONG)
+        stream = llm.stream_chat(user("q")) if form == "stream_chat" else llm.stream_complete("q")
+        pieces: list[Any] = []
+        reader = threading.Thread(target=lambda: pieces.extend(stream))
+        with Forwards(engine.model) as forwards:
+            reader.start()
+            while len(forwards.rows) < 5:
+                time.sleep(0.01)
+            stream.close()
+            assert self.ran_on(forwards) == 0
+            assert len(forwards.rows) < LONG
+        reader.join(PATIENCE)
+        assert not reader.is_alive()
+        assert list(stream) == []
 
     def test_dropping_streams(self, engine: RecordingEngine) -> None:
         llm = KVBoost(engine=engine, max_tokens=LONG)

@@ -3,6 +3,7 @@
 Needs pydantic, which every framework brings.
 """
 
+from ..streaming import Deltas
 from .documents import (
     BATCH_DOCUMENTS,
     TextWarmer,
@@ -29,6 +30,7 @@ __all__ = [
     "SAMPLING_FIELDS",
     "STRICT",
     "Asked",
+    "Deltas",
     "EngineOptions",
     "PrefixOrders",
     "Records",

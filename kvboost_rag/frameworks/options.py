@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, field_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, field_serializer, field_validator, model_validator
 
 from ..config import EngineConfig, SamplingParams
 from ..engine import Engine
@@ -58,6 +58,13 @@ class EngineOptions(BaseModel):
     """What may be reused, no wider than the engine was made for; None is the engine's mode."""
 
     model_config = STRICT
+
+    @field_validator(*SAMPLING_FIELDS, "max_retries", "timeout", mode="before")
+    @classmethod
+    def _check_number(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # pydantic would make a number of it
+            raise ConfigError(f"{value} is no number")
+        return value
 
     @model_validator(mode="after")
     def _check_arguments(self) -> Self:
@@ -149,7 +156,11 @@ class EngineOptions(BaseModel):
 def _as_list(stop: str | Sequence[str] | None) -> list[str]:
     if stop is None:
         return []
-    return [stop] if isinstance(stop, str) else list(stop)
+    if isinstance(stop, str):
+        return [stop]
+    if not isinstance(stop, Iterable):
+        raise ConfigError(f"stop is {stop!r}; give a string, or a list of strings")
+    return list(stop)
 
 
 def _files(model: str) -> str | None:

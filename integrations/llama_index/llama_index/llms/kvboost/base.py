@@ -45,7 +45,8 @@ class KVBoost(EngineOptions, StructuredPredictor):
     `raw` of each answer holds the usage (reused tokens count as prompt tokens; `cached_tokens` says how many were
     reused), exact, approximate, repaired and computed tokens, `ttft_s`, `finish_reason` and `fallback_reason`.
 
-    Each sampling field, `namespace`, `reuse`, `timeout` and `stop` may also be given per call; other keywords raise.
+    Each sampling field, `namespace`, `reuse`, `timeout` and `stop` may also be given per call; other keywords raise
+    (but for `extra_headers`, which parts of LlamaIndex send to every model, and which mean nothing without a service).
     `system_prompt` is in front of every `complete` and of what query engines ask; `chat` runs the messages it is given.
 
     Prompts are rendered with the model's chat template. `messages_to_prompt` and `completion_to_prompt`, where given,
@@ -288,6 +289,7 @@ class KVBoost(EngineOptions, StructuredPredictor):
 def _renamed(call: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """What a call asks for, under the engine's names, and its stop strings."""
     own = dict(call)
+    own.pop("extra_headers", None)  # parts of LlamaIndex send some to every model; there is no service to read them
     stop = own.pop("stop", None)
     if "max_new_tokens" in own:
         if "max_tokens" in own:

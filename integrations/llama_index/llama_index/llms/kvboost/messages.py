@@ -18,6 +18,7 @@ from llama_index.core.base.llms.types import (
     ThinkingBlock,
     ToolCallBlock,
 )
+from pydantic import BaseModel
 
 from kvboost_rag import Delta, Generation, PromptError
 from kvboost_rag.frameworks import Asked, ReplyPieces, cached_tokens, finish_reason, reuse_of
@@ -36,8 +37,10 @@ def to_prompt(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """The engine's form of a conversation, in the given order.
 
     Raises:
-        PromptError: content that a text model cannot be given.
+        PromptError: content that a text model cannot be given, or what is no message.
     """
+    if strange := next((message for message in messages if not isinstance(message, ChatMessage)), None):
+        raise PromptError(f"messages holds a {type(strange).__name__}; give ChatMessage objects")
     return [_message(message) for message in messages]
 
 
@@ -203,8 +206,15 @@ def _call(id: str | None, name: str, arguments: dict[str, Any] | str) -> dict[st
 
 
 def _legacy(call: Any) -> tuple[str | None, str, Any]:
-    """Id, name and arguments of a call in OpenAI's form, as an object or as a dict."""
-    if not isinstance(call, Mapping):
-        call = call.model_dump() if hasattr(call, "model_dump") else vars(call)
-    function = call.get("function") or call
-    return call.get("id"), function.get("name") or "", function.get("arguments") or {}
+    """Id, name and arguments of a call in OpenAI's form, as an object or as a dict.
+
+    Raises:
+        PromptError: it is none.
+    """
+    found = call if isinstance(call, Mapping) else call.model_dump() if isinstance(call, BaseModel) else None
+    function = None if found is None else found.get("function") or found
+    if found is None or not isinstance(function, Mapping):
+        raise PromptError(
+            f"additional_kwargs['tool_calls'] holds {call!r}, which is no call; give a list of calls in OpenAI's form"
+        )
+    return found.get("id"), function.get("name") or "", function.get("arguments") or {}
