@@ -78,7 +78,7 @@ def streamed(callback: _Callback) -> Callable[[Callable[..., Opened]], Callable[
                 with closing(opened[0]), closing(told):
                     yield from told
 
-            return Stream(cast(GeneratorType[Any, None, None], read()), opened[0])
+            return Stream(cast("GeneratorType[Any, None, None]", read()), opened[0])
 
         return method
 
