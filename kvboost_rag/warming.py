@@ -14,6 +14,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -37,6 +38,14 @@ _log = logging.getLogger("kvboost_rag")
 Running = Callable[[], AbstractContextManager[None]]
 
 
+@dataclass(slots=True, eq=False)
+class _Pack:
+    """A pack that grows; parted from what comes next when something of its tenant was forgotten."""
+
+    namespace: str
+    parted: bool = False
+
+
 class Warmer:
     """Encodes documents and stores them.
 
@@ -55,13 +64,14 @@ class Warmer:
         self._separator, self._window = separator, window_tokens
         # Last document of each scope: company for the next one, if that comes in a call of its own.
         self._company: OrderedDict[Scope, IntArray] = OrderedDict()
-        self._partings: Counter[str] = Counter()
+        self._growing: set[_Pack] = set()
         self._lock = threading.Lock()
 
     def part_company(self, namespace: str) -> None:
         """Encode nothing of a tenant behind a document that was warmed before, in packs that grow now either."""
         with self._lock:
-            self._partings[namespace] += 1
+            for pack in self._growing:
+                pack.parted = pack.parted or pack.namespace == namespace
             for scope in [scope for scope in self._company if scope.namespace == namespace]:
                 del self._company[scope]
 
@@ -165,6 +175,24 @@ class Warmer:
     def _pack(
         self, scope: Scope, context: IntArray, documents: Sequence[IntArray], packed: bool, running: Running
     ) -> Iterator[tuple[Outcome, Stored]]:
+        pack = _Pack(scope.namespace)
+        with self._lock:
+            self._growing.add(pack)
+        try:
+            yield from self._grow(pack, scope, context, documents, packed, running)
+        finally:
+            with self._lock:
+                self._growing.discard(pack)
+
+    def _grow(
+        self,
+        pack: _Pack,
+        scope: Scope,
+        context: IntArray,
+        documents: Sequence[IntArray],
+        packed: bool,
+        running: Running,
+    ) -> Iterator[tuple[Outcome, Stored]]:
         todo = []
         for ids in documents:
             if len(ids) < ANCHOR_TOKENS:
@@ -173,7 +201,6 @@ class Warmer:
                 yield "warm", Stored()
             else:
                 todo.append(ids)
-        partings = self._partings[scope.namespace]
         company = self._company.get(scope) if packed and self._fits(documents[0]) else None
         if not todo or (len(todo) == 1 and company is None):
             for ids in todo:
@@ -197,7 +224,7 @@ class Warmer:
                 tiles = self._keeper.document_tiles(ids, self._window)
                 headers = [header_of(scope, growing.ids, start + a, start + b, "warm") for a, b in tiles]
                 stored = self._keeper.store(headers, growing.kv)
-                if parted := self._partings[scope.namespace] != partings:
+                if parted := pack.parted:
                     self._keeper.library.delete([header.key for header in headers])
             if parted:  # something in front of this document was forgotten meanwhile: the rest makes a new pack
                 yield from self._pack(scope, context, todo[at:], packed, running)
