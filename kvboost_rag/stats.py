@@ -164,6 +164,7 @@ class DiskStats:
         rejections: chunks that do not fit the budget.
         bad: damaged entries that were dropped, to be computed again.
         vanished: chunks whose file was gone.
+        unreadable: loads that failed for want of memory, open files or permission; their entries stay.
         newer: loads refused because a newer version wrote the file.
         unwritten: chunks that were not written because too much waited to be written.
         write_errors: chunks that could not be written: the disk was full, or the like.
@@ -185,6 +186,7 @@ class DiskStats:
     rejections: int = 0
     bad: int = 0
     vanished: int = 0
+    unreadable: int = 0
     newer: int = 0
     unwritten: int = 0
     write_errors: int = 0

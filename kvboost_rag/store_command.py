@@ -99,6 +99,7 @@ def _verify(options: argparse.Namespace) -> int:
     with _bar("verifying") as progress:
         report = verify(options.folder, progress=progress)
     found = {"intact": report.intact, "newer": report.newer, "missing": report.missing, "bad": report.bad}
+    found["unreadable"] = report.unreadable
     if options.json:
         print(json.dumps(found, indent=1))
     else:
@@ -107,9 +108,11 @@ def _verify(options: argparse.Namespace) -> int:
             print(f"  {name}: {reason}")
         for name in report.missing:
             print(f"  {name}: its file is gone")
+        for name, reason in report.unreadable.items():
+            print(f"  {name}: it cannot be read, and was left alone: {reason}")
         if report.bad or report.missing:
             print(f"remove them with: kvboost-rag store gc --drop-bad {options.folder}")
-    return 1 if report.bad or report.missing else 0
+    return 1 if report.bad or report.missing or report.unreadable else 0
 
 
 def _gc(options: argparse.Namespace) -> int:
@@ -132,6 +135,7 @@ def _rebuild(options: argparse.Namespace) -> int:
     with _bar("reading") as progress:
         report = rebuild(options.folder, progress=progress)
     found = {"intact": report.intact, "newer": report.newer, "removed": report.removed, "bad": report.bad}
+    found["unreadable"] = report.unreadable
     if options.json:
         print(json.dumps(found, indent=1))
     else:
@@ -139,7 +143,9 @@ def _rebuild(options: argparse.Namespace) -> int:
             f"{report.intact} entries found again; {len(report.bad)} damaged and {report.removed - len(report.bad)} "
             f"unfinished ones removed, {report.newer} of a newer version left alone"
         )
-    return 1 if report.bad else 0
+        for name, reason in report.unreadable.items():
+            print(f"  {name}: it cannot be read, and was left alone: {reason}; rebuild again when it can")
+    return 1 if report.bad or report.unreadable else 0
 
 
 class _bar:

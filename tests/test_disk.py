@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 import sqlite3
@@ -20,7 +22,7 @@ from safetensors import safe_open
 
 from kvboost_rag.chunks import Scope
 from kvboost_rag.errors import StoreError
-from kvboost_rag.store import files, upkeep
+from kvboost_rag.store import files, locks, upkeep
 from kvboost_rag.store.catalogue import ROW_BYTES, Catalogue
 from kvboost_rag.store.database import NAME
 from kvboost_rag.store.disk import DiskStore
@@ -240,7 +242,7 @@ def test_every_flipped_bit_is_noticed(tmp_path):
         path.write_bytes(data)
         data[at // 8] ^= 1 << at % 8
         try:
-            loaded = files.load(path, verify=True)
+            loaded = files.load(path)
         except (files.BadEntry, files.NewerEntry):
             noticed += 1
         else:  # a bit that says nothing, such as one of the header's padding
@@ -625,3 +627,115 @@ def test_the_catalogue_agrees_with_itself(tmp_path):
     assert catalogue.total_bytes() == sum(row.nbytes for row in catalogue.rows())
     catalogue.close()
     store.close()
+
+
+# ---- what cannot be read just now, and what others hold ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_more_files(monkeypatch: pytest.MonkeyPatch, number: int = errno.EMFILE) -> Iterator[None]:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.mmap, "mmap", refuse)
+        yield
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.EACCES])
+def test_an_entry_that_cannot_be_read_just_now_is_a_miss_and_stays(store, monkeypatch, number):
+    chunk = chunk_of(1)
+    store.put(chunk)
+    with no_more_files(monkeypatch, number):
+        assert store.get(chunk.header.key) is None
+    stats = store.stats()
+    assert (stats.unreadable, stats.bad, stats.chunks) == (1, 0, 1)
+    again = reopened(store)
+    again.refresh(ALICE)
+    assert equal(again.get(chunk.header.key), chunk)
+    again.close()
+
+
+def test_upkeep_deletes_nothing_that_it_cannot_read(store, monkeypatch):
+    chunk = chunk_of(1)
+    store.put(chunk)
+    store.close()
+    name = only_file(store.folder).stem
+    with no_more_files(monkeypatch):
+        report = upkeep.verify(store.folder)
+        assert (report.intact, report.bad, list(report.unreadable)) == (0, {}, [name])
+        assert upkeep.collect(store.folder, drop=report)["bad"] == 0
+        report = upkeep.rebuild(store.folder)
+        assert (report.removed, report.bad, list(report.unreadable)) == (0, {}, [name])
+    assert upkeep.rebuild(store.folder).intact == 1
+    again = DiskStore(store.folder, BIG, sync=False)
+    again.refresh(ALICE)
+    assert equal(again.get(chunk.header.key), chunk)
+    again.close()
+
+
+def test_a_deleted_file_that_is_still_read_is_not_lost_sight_of(store):
+    chunk, other = chunk_of(1), DiskStore(store.folder, BIG, sync=False)
+    store.put(chunk)
+    held = store.get(chunk.header.key)
+    other.delete(chunk.header.key)
+    assert store.get(chunk.header.key) is None  # it knows nothing of that yet, and finds no file
+    assert store.stats().stored_bytes > 0
+    del held
+    assert other.gc()["wiped"] == 1
+    assert not list(files_in(store.folder))
+    other.close()
+
+
+def test_what_is_over_and_still_read_leaves_no_file_behind(tmp_path, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    over, new = chunk_of(1, tokens=100), chunk_of(3, tokens=100)
+    store = DiskStore(tmp_path, 2 * (file_bytes(over) + over.header.ids_bytes + ROW_BYTES) - 1, sync=False)
+    store.put(over, now + 10)
+    held = store.get(over.header.key)
+    now += 20
+    assert store.put(new)
+    assert len(list(files_in(tmp_path))) == 1
+    assert store.orphans() == []
+    assert equal(held, over)
+    store.close()
+
+
+def test_what_was_not_wanted_any_more_and_is_already_read_is_wiped_later(store):
+    chunk, held = chunk_of(1), list[object]()
+
+    def wanted() -> bool:
+        held.append(store.get(chunk.header.key))
+        return False
+
+    assert not store.put(chunk, wanted=wanted)
+    assert held[0] is not None
+    assert store.orphans() == []
+    held.clear()
+    assert store.gc()["wiped"] == 1
+    assert not list(files_in(store.folder))
+
+
+def test_an_owner_that_cannot_be_asked_counts_as_alive(store, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    (owner,) = (store.folder / "owners").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(locks.os, "open", refuse)
+        assert not locks.is_dead(owner)
+    assert locks.is_dead(owner.with_name("nobody"))
+
+
+def test_a_file_that_was_changed_after_it_was_checked_is_checked_again(store):
+    chunk = chunk_of(1)
+    store.put(chunk)
+    assert equal(store.get(chunk.header.key), chunk)
+    path = only_file(store.folder)
+    data = bytearray(path.read_bytes())
+    data[8 + int.from_bytes(data[:8], "little") + 5] ^= 1  # in the keys
+    path.with_suffix(".copy").write_bytes(data)
+    path.with_suffix(".copy").replace(path)
+    assert store.get(chunk.header.key) is None
+    assert store.stats().bad == 1

@@ -178,6 +178,11 @@ class Catalogue(Database):
             self._drop_scopes()
         return removed
 
+    def remove_stored(self, row: int) -> None:
+        """Delete a row unless somebody dooms it meanwhile, whose file may have to be wiped yet."""
+        with self.transaction():
+            self.remove(self._column(f"SELECT id FROM chunks WHERE id = ? AND state = {STORED}", row))
+
     def doom(self, rows: Iterable[int]) -> list[tuple[int, str, str | None]]:
         """Hide rows and drop all they say of their chunk; names and bytes stay until `remove`.
 

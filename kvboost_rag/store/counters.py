@@ -51,6 +51,11 @@ class Tally:
         self.add(bad=1)
         self._say("a stored chunk is damaged and is computed again: %s", error)
 
+    def unreadable(self, error: BaseException) -> None:
+        """Count an entry that could not be read just now, and say so."""
+        self.add(unreadable=1)
+        self._say("a stored chunk cannot be read just now and is computed again: %s", error)
+
     def failed(self, error: BaseException, *, chunks: int = 0) -> None:
         """Note an error, and say so at most once in a while."""
         self.add(write_errors=chunks)

@@ -128,10 +128,10 @@ class DiskStore(DiskReader):
             if row is None:
                 return self._adopt(key, now)  # somebody was faster, or there is no room
             try:
-                files.write(self.folder, name, data, sync=self._sync)
+                stamp = files.write(self.folder, name, data, sync=self._sync)
                 with self._lock:  # before it is visible: who deletes it then takes this note away, too
                     self._note_place(key, Place(row, name, expires, files.on_disk(len(data))))
-                    self._verified.add(name)
+                    self._verified[name] = stamp
                 with self._writes.transaction():
                     published = wanted() and self._writes.publish(row)
             except BaseException:
@@ -200,8 +200,9 @@ class DiskStore(DiskReader):
 
     def _abandon(self, row: int, name: str) -> bool:
         """Undo what was begun; False if somebody else has done so."""
-        self._drop_file(name, wipe=True)
         try:
+            if not self._drop_file(name, wipe=True):
+                return self._doom([row]) > 0
             return self._writes.remove([row]) > 0
         except sqlite3.Error as error:  # no room to say so: whoever opens the folder next sees that we are gone
             self.tally.failed(error)
@@ -320,19 +321,19 @@ class DiskStore(DiskReader):
         return True
 
     def _drop_file(self, name: str, *, wipe: bool = False) -> bool:
+        """Remove the files of a name; False if it cannot be, or if they are to be overwritten and somebody reads them."""
+        places = [files.place_of(self.folder, name, suffix) for suffix in (files.PART, files.SUFFIX)]
         try:
-            for suffix in (files.PART, files.SUFFIX):
-                files.remove(files.place_of(self.folder, name, suffix), wipe=wipe)
+            return all(files.remove(place, wipe=wipe) for place in places)
         except OSError as error:
             self.tally.failed(error)
             return False
-        return True
 
     def _lose(self, key: str, place: Place, *, drop: bool) -> None:
         super()._lose(key, place, drop=drop)
         if drop:
             try:
                 self._drop_file(place.name)
-                self._writes.remove([place.row])
+                self._writes.remove_stored(place.row)
             except (sqlite3.Error, OSError) as error:
                 self.tally.failed(error)

@@ -7,6 +7,7 @@ through a private map: nothing is copied before somebody reads it, and no write 
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -14,7 +15,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -42,6 +43,8 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _MAX_HEADER_BYTES = 1 << 24
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+Stamp: TypeAlias = tuple[int, int, int]  # inode, bytes and time of change: another one says that a file was written to
 
 
 class BadEntry(Exception):
@@ -59,6 +62,7 @@ class Loaded:
     header: ChunkHeader
     run: StoredRun
     expires: float | None
+    stamp: Stamp
 
 
 def new_name() -> str:
@@ -97,13 +101,17 @@ def pack(header: ChunkHeader, run: StoredRun, expires: float | None) -> bytes:
     return save(tensors, {"kvboost-rag": text, "checksum": _checksum(text, tensors)})
 
 
-def write(folder: Path, name: str, data: bytes, *, sync: bool) -> None:
+def write(folder: Path, name: str, data: bytes, *, sync: bool) -> Stamp:
     """Write a file under a temporary name and rename it, so that it is there entirely or not at all.
+
+    Returns:
+        What `load` need not verify again.
 
     Raises:
         OSError: no room, no permission; nothing is left behind.
     """
     part = place_of(folder, name, PART)
+    new = [above for above in (part.parent, part.parent.parent) if not above.exists()]
     part.parent.mkdir(parents=True, exist_ok=True)
     try:
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
@@ -113,35 +121,47 @@ def write(folder: Path, name: str, data: bytes, *, sync: bool) -> None:
                 view = view[os.write(fd, view) :]
             if sync:
                 os.fsync(fd)
+            stamp = _stamp(os.fstat(fd))
         finally:
             os.close(fd)
         part.rename(place_of(folder, name))
+        if sync:
+            for above in (part.parent, *(path.parent for path in new)):
+                _sync_folder(above)
+        return stamp
     except BaseException:
         part.unlink(missing_ok=True)
         raise
 
 
-def load(path: Path, *, verify: bool) -> Loaded:
+def load(path: Path, *, known: Stamp | None = None) -> Loaded:
     """Map an entry's file.
 
     The file stays locked for sharing as long as a tensor of the run lives, so that nobody wipes it meanwhile.
 
     Args:
         path: the file.
-        verify: compare the checksum, which reads all of it.
+        known: stamp of the file when it was found intact; unless it is the same now, the checksum is compared, which
+            reads all of it.
 
     Raises:
         FileNotFoundError: it is gone.
         BadEntry: it is no intact entry.
         NewerEntry: a newer version wrote it.
+        OSError: it cannot be read just now, which says nothing about what it holds.
     """
-    text, tensors, checksum = _open(path)
+    try:
+        text, tensors, checksum, stamp = _open(path)
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise BadEntry(f"{path.name}: {error}") from error
+        raise
     about = _about(text)
-    if verify and _checksum(text, tensors) != checksum:
+    if stamp != known and _checksum(text, tensors) != checksum:
         raise BadEntry(f"{path.name}: the checksum does not fit the content")
     try:
-        return _entry(about, tensors)
-    except (KeyError, TypeError, ValueError) as error:
+        return _entry(about, tensors, stamp)
+    except _MALFORMED as error:
         raise BadEntry(f"{path.name}: {error}") from error
 
 
@@ -169,7 +189,7 @@ def remove(path: Path, *, wipe: bool) -> bool:
     return True
 
 
-def _open(path: Path) -> tuple[str, dict[str, torch.Tensor], str]:
+def _open(path: Path) -> tuple[str, dict[str, torch.Tensor], str, Stamp]:
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         # The map keeps a copy of the descriptor, and with it the lock. Who wipes a file has renamed it before.
@@ -188,9 +208,9 @@ def _open(path: Path) -> tuple[str, dict[str, torch.Tensor], str]:
         metadata = entries.pop("__metadata__")
         text, checksum = str(metadata["kvboost-rag"]), str(metadata["checksum"])
         tensors = {name: _tensor(data, 8 + head, entry) for name, entry in entries.items()}
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except _MALFORMED as error:
         raise BadEntry(f"{path.name}: {type(error).__name__} in its header: {error}") from error
-    return text, tensors, checksum
+    return text, tensors, checksum, _stamp(status)
 
 
 def _tensor(data: mmap.mmap, start: int, entry: Mapping[str, Any]) -> torch.Tensor:
@@ -208,14 +228,14 @@ def _about(text: str) -> dict[str, Any]:
     try:
         about: dict[str, Any] = json.loads(text)
         version = int(about["format"])
-    except (KeyError, TypeError, ValueError) as error:
+    except _MALFORMED as error:
         raise BadEntry(f"unreadable metadata: {error}") from error
     if version > FORMAT:
         raise NewerEntry(f"format {version}; this version knows {FORMAT}")
     return about
 
 
-def _entry(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Loaded:
+def _entry(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], stamp: Stamp) -> Loaded:
     scope = Scope(about["fingerprint"], about["namespace"])
     tokens = _ids(tensors.get("ids.tokens"))
     if tokens is None:
@@ -232,7 +252,23 @@ def _entry(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Loa
     run = codec.load(kv, about["codec_metadata"])
     if run.tokens != len(tokens):
         raise ValueError(f"it holds KV of {run.tokens} tokens and {len(tokens)} ids")
-    return Loaded(header, run, about["expires"])
+    return Loaded(header, run, about["expires"], stamp)
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring names to the disk itself, where the system can."""
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        return
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _ids(tensor: torch.Tensor | None) -> IntArray | None:

@@ -77,8 +77,10 @@ def is_dead(path: Path) -> bool:
     """Whether the owner of a lock file is gone; its file is removed then."""
     try:
         fd = os.open(path, os.O_RDWR)
-    except OSError:
+    except FileNotFoundError:
         return True
+    except OSError:  # another user's, or too many open files: who cannot be asked may live
+        return False
     try:
         if fcntl is not None and not lock_alone(fd):
             return False

@@ -69,7 +69,7 @@ class DiskReader:
         self._places: dict[str, Place] = {}
         self._keys: dict[int, str] = {}  # of `_places`, by row
         self._seen: dict[Scope, tuple[int, int]] = {}  # per scope: data version looked at, last change known
-        self._verified: set[str] = set()
+        self._verified: dict[str, files.Stamp] = {}  # by name: how the file was when its checksum was compared
         self._used: list[str] = []
         self._open()
 
@@ -151,19 +151,19 @@ class DiskReader:
         place = self._places.pop(key, None)
         if place is not None:
             self._keys.pop(place.row, None)
-            self._verified.discard(place.name)
+            self._verified.pop(place.name, None)
 
     def get(self, key: str) -> Chunk[StoredRun] | None:
-        """The chunk over its mapped file, or None; the first time in this process its checksum is compared."""
+        """The chunk over its mapped file, or None; its checksum is compared once for each process and change of the file."""
         self.after_fork()
         with self._lock:
             place = self._places.get(key)
-            verified = place is not None and place.name in self._verified
+            known = None if place is None else self._verified.get(place.name)
         if place is None or place.is_over(time.time()):
             return None
         started = time.perf_counter()
         try:
-            loaded = files.load(files.place_of(self.folder, place.name), verify=not verified)
+            loaded = files.load(files.place_of(self.folder, place.name), known=known)
             if loaded.header.key != key:
                 raise files.BadEntry(f"{place.name} belongs to another chunk")
         except files.NewerEntry:
@@ -174,12 +174,16 @@ class DiskReader:
             self.tally.add(vanished=1)
             self._lose(key, place, drop=True)
             return None
-        except (files.BadEntry, OSError) as error:
+        except files.BadEntry as error:
             self.tally.bad(error)
             self._lose(key, place, drop=True)
             return None
+        except OSError as error:  # too many open files, or the like: the entry itself may be as it was
+            self.tally.unreadable(error)
+            self._lose(key, place, drop=False)
+            return None
         with self._lock:
-            self._verified.add(place.name)
+            self._verified[place.name] = loaded.stamp
             self._used.append(place.name)
         self.tally.loaded(loaded.run.nbytes, time.perf_counter() - started)
         return Chunk(loaded.header, loaded.run)

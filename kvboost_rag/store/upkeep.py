@@ -31,6 +31,7 @@ class Report:
         intact: entries that are as they were written.
         bad: names of damaged entries, and what is wrong with each.
         missing: names of entries whose file is gone.
+        unreadable: names of entries that could not be read just now, and why; they were left alone.
         newer: files of a newer version, which were left alone.
         removed: files and rows that were removed.
     """
@@ -38,6 +39,7 @@ class Report:
     intact: int = 0
     bad: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)
     newer: int = 0
     removed: int = 0
 
@@ -99,7 +101,7 @@ def verify(folder: Path, *, progress: Progress | None = None) -> Report:
         rows = catalogue.rows()
         for number, row in enumerate(rows):
             try:
-                loaded = files.load(files.place_of(folder, row.name), verify=True)
+                loaded = files.load(files.place_of(folder, row.name))
                 if not same_identity(loaded.header, row.header):
                     raise files.BadEntry("its ids are not those of the catalogue")
                 report.intact += 1
@@ -107,8 +109,10 @@ def verify(folder: Path, *, progress: Progress | None = None) -> Report:
                 report.missing.append(row.name)
             except files.NewerEntry:
                 report.newer += 1
-            except (files.BadEntry, OSError) as error:
+            except files.BadEntry as error:
                 report.bad[row.name] = str(error)
+            except OSError as error:
+                report.unreadable[row.name] = str(error)
             if progress is not None:
                 progress(number + 1, len(rows))
     finally:
@@ -179,13 +183,16 @@ def _readmit(catalogue: Catalogue, path: Path, owner: str, report: Report) -> No
         report.removed += files.remove(path, wipe=True)
         return
     try:
-        loaded = files.load(path, verify=True)
+        loaded = files.load(path)
     except files.NewerEntry:
         report.newer += 1
         return
-    except (files.BadEntry, OSError) as error:
+    except files.BadEntry as error:
         report.bad[path.stem] = str(error)
         report.removed += files.remove(path, wipe=False)
+        return
+    except OSError as error:
+        report.unreadable[path.stem] = str(error)
         return
     size, header = path.stat(), loaded.header
     row = catalogue.add_writing(
@@ -210,7 +217,7 @@ def _readmit(catalogue: Catalogue, path: Path, owner: str, report: Report) -> No
 def _remove_orphan(path: Path) -> bool:
     if path.suffix == files.SUFFIX:
         try:
-            files.load(path, verify=False)
+            files.load(path)
         except files.NewerEntry:
             return False
         except (files.BadEntry, OSError):
