@@ -629,7 +629,7 @@ def test_the_catalogue_agrees_with_itself(tmp_path):
     store.close()
 
 
-# ---- what cannot be read just now, and what others hold ----------------------------------------------------------------
+# ---- what cannot be read just now, and what others hold --------------------------------------------------------------
 
 
 @contextlib.contextmanager

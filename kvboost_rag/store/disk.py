@@ -321,7 +321,7 @@ class DiskStore(DiskReader):
         return True
 
     def _drop_file(self, name: str, *, wipe: bool = False) -> bool:
-        """Remove the files of a name; False if it cannot be, or if they are to be overwritten and somebody reads them."""
+        """Remove the files of a name; False if they stay: nobody may, or somebody reads them."""
         places = [files.place_of(self.folder, name, suffix) for suffix in (files.PART, files.SUFFIX)]
         try:
             return all(files.remove(place, wipe=wipe) for place in places)

@@ -154,7 +154,7 @@ class DiskReader:
             self._verified.pop(place.name, None)
 
     def get(self, key: str) -> Chunk[StoredRun] | None:
-        """The chunk over its mapped file, or None; its checksum is compared once for each process and change of the file."""
+        """The chunk over its mapped file, or None; its checksum is compared once, and when the file has changed."""
         self.after_fork()
         with self._lock:
             place = self._places.get(key)
