@@ -57,7 +57,7 @@ def _recorder(path: Path | str, config: EngineConfig, appraiser: Appraiser) -> R
 
 
 def _disk(config: EngineConfig, appraiser: Appraiser) -> DiskReader | None:
-    if config.disk_path is None or config.reuse == "off":
+    if config.disk_path is None:
         return None
     folder = Path(config.disk_path).expanduser()
     if config.disk_read_only:

@@ -142,13 +142,22 @@ class EngineConfig:
         _in_range("write_behind_bytes", self.write_behind_bytes, 0, 1 << 60)
         if self.ttl_s is not None:
             _in_range("ttl_s", self.ttl_s, 0.0, math.inf)
+            if self.ttl_s == 0:
+                raise ConfigError("ttl_s is 0, so that nothing stored could ever be used; give seconds, or None")
         if not isinstance(self.disk_read_only, bool):
             raise ConfigError(f"disk_read_only is {self.disk_read_only!r}; it must be True or False")
         if self.disk_path is None:
             if self.disk_read_only:
                 raise ConfigError("disk_read_only is True but disk_path is None; name the folder to read from")
-        elif not isinstance(self.disk_path, str | Path) or not str(self.disk_path):
-            raise ConfigError(f"disk_path is {self.disk_path!r}; it must be a folder")
+        elif self.reuse == "off":
+            raise ConfigError(
+                f"disk_path is {str(self.disk_path)!r} but reuse is 'off', which stores nothing and looks nothing up; "
+                "use disk_path=None, or reuse='exact' or 'approximate'"
+            )
+        for name, kind in (("disk_path", "folder"), ("trace_path", "file"), ("calibration_dir", "folder")):
+            path = getattr(self, name)
+            if path is not None and (not isinstance(path, str | Path) or not str(path) or "\0" in str(path)):
+                raise ConfigError(f"{name} is {path!r}; it must name a {kind}, or be None")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +234,10 @@ def check_namespace(namespace: object) -> str:
     """
     if not isinstance(namespace, str) or not namespace:
         raise ConfigError(f"namespace is {namespace!r}; it must be a non-empty string")
+    try:
+        namespace.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"namespace is {namespace!r}, which holds a lone surrogate; use whole characters") from error
     return namespace
 
 

@@ -365,7 +365,7 @@ def test_rebuilding_waits_for_nobody(store):
 
 
 def test_what_is_no_store_is_refused(tmp_path):
-    with pytest.raises(StoreError, match="no folder"):
+    with pytest.raises(StoreError, match="no catalogue"):
         DiskReader(tmp_path / "nothing")
     with pytest.raises(StoreError, match="no stored KV"):
         upkeep.rebuild(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import sqlite3
 import subprocess
@@ -410,12 +411,39 @@ def test_reading_only(tmp_path):
         ({"disk_budget_bytes": -1}, "disk_budget_bytes"),
         ({"write_behind_bytes": 1.5}, "write_behind_bytes"),
         ({"ttl_s": -1.0}, "ttl_s"),
+        ({"ttl_s": 0}, "ttl_s is 0.*None"),
+        ({"ttl_s": math.nan}, "ttl_s"),
+        ({"disk_path": "a\0b"}, "disk_path"),
+        ({"disk_path": "x", "reuse": "off"}, "disk_path.*reuse.*'off'"),
+        ({"trace_path": 3}, "trace_path"),
+        ({"trace_path": "a\0b"}, "trace_path"),
+        ({"trace_path": ""}, "trace_path"),
+        ({"calibration_dir": 3}, "calibration_dir"),
+        ({"namespace": "a\ud800"}, "namespace.*surrogate"),
         ({"disk_path": "x", "disk_read_only": "yes"}, "disk_read_only"),
     ],
 )
 def test_bad_settings_are_refused(bad, name):
     with pytest.raises(ConfigError, match=name):
         engine_of(**bad)
+
+
+def test_a_namespace_that_no_file_can_name_is_refused_in_every_call(tmp_path):
+    engine = on(tmp_path)
+    for call in (engine.warm, engine.prefill, engine.forget):
+        with pytest.raises(ConfigError, match="surrogate"):
+            call(DOCUMENTS[0], namespace="a\ud800")
+
+
+def test_a_folder_to_read_from_that_holds_nothing_is_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "missing"):
+        with pytest.raises(StoreError, match=f"{name}.* holds no catalogue.*disk_read_only=False"):
+            on(tmp_path / name, disk_read_only=True)
+    (tmp_path / "file").write_text("")
+    for options in ({}, {"disk_read_only": True}):
+        with pytest.raises(StoreError, match="file is no folder.*disk_path"):
+            on(tmp_path / "file", **options)
 
 
 # ---- life ------------------------------------------------------------------------------------------------------------

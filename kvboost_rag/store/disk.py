@@ -63,6 +63,8 @@ class DiskStore(DiskReader):
 
     def _open(self) -> None:
         self._writing = threading.Lock()  # one file at a time
+        if self.folder.exists() and not self.folder.is_dir():
+            raise StoreError(f"{self.folder} is no folder; choose another disk_path")
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._owner = OwnerLock(self.folder / "owners")

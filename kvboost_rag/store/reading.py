@@ -16,6 +16,7 @@ from ..stats import DiskStats
 from . import files
 from .catalogue import Catalogue, Row
 from .counters import Tally
+from .database import NAME
 from .tier import Chunk
 
 
@@ -76,8 +77,13 @@ class DiskReader:
     def _open(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # of the fields above; held for no longer than a look
-        if not self.folder.is_dir():
-            raise StoreError(f"{self.folder} is no folder, so nothing can be read from it")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise StoreError(f"{self.folder} is no folder, so nothing can be read from it; choose another disk_path")
+        if not (self.folder / NAME).exists():
+            raise StoreError(
+                f"{self.folder} holds no catalogue, so nothing was stored there yet; choose another disk_path, or "
+                "disk_read_only=False to store there"
+            )
         # A connection of its own: who reads does not wait for who writes.
         self._reads = Catalogue(self.folder, read_only=True)
         self._seen.clear()
