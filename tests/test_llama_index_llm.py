@@ -760,7 +760,7 @@ class TestEventLoop:
         stall, took = run(longest_stall(work))
         assert len(llm.get_token_ids(document)) > 1000
         assert took > 0.5
-        assert stall < 0.25
+        assert stall < took / 4  # a blocked loop stands still for a third of it, however busy the machine is
 
     def test_10719_requests_share_the_loop(self, engine: RecordingEngine) -> None:
         llm = KVBoost(engine=engine, max_tokens=30)
