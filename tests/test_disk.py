@@ -166,17 +166,17 @@ def test_a_reader_keeps_what_is_evicted_or_deleted_under_it(store):
 
 
 def test_time_to_live(tmp_path):
-    store = DiskStore(tmp_path, BIG, sync=False, ttl_s=0.2)
+    store = DiskStore(tmp_path, BIG, sync=False, ttl_s=0.8)
     chunk = chunk_of(1)
     assert store.put(chunk)
     assert chunk.header.key in store
-    time.sleep(0.25)
+    time.sleep(0.85)
     assert chunk.header.key not in store
     assert store.get(chunk.header.key) is None
     assert list(store.scan()) == []
     assert store.put(chunk)  # in place of the one that is over
     assert equal(store.get(chunk.header.key), chunk)
-    time.sleep(0.25)
+    time.sleep(0.85)
     assert store.gc()["expired"] == 1
     assert not list(files_in(tmp_path))
     store.close()

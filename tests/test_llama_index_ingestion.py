@@ -242,8 +242,8 @@ class TestAsync:
 
     @pytest.mark.parametrize("way", ["awarm_nodes", "WarmKV", "store.async_add", "store.awarm", "aforget_nodes"])
     def test_loop_stays_free(self, way):
-        engine = StubEngine(seconds=0.05)
-        nodes = [node(s, words=5, embedding=[0.0] * 8) for s in range(6)]
+        engine = StubEngine(seconds=0.3)
+        nodes = [node(s, words=5, embedding=[0.0] * 8) for s in range(4)]
 
         def work() -> Any:
             if way == "awarm_nodes":
@@ -265,7 +265,7 @@ class TestAsync:
             await task
             return longest
 
-        assert asyncio.run(stall()) < 0.04
+        assert asyncio.run(stall()) < 0.25
 
     @pytest.mark.parametrize("way", ["awarm_nodes", "WarmKV", "store.async_add"])
     def test_cancelled_between_batches(self, way):
