@@ -81,7 +81,8 @@ class Library:
         self.recorder = recorder
         self._worth = worth
         self._ttl_s = ttl_s
-        self._ends: list[tuple[float, str]] = []  # when the time of chunks is over, a heap
+        self._end_of: dict[str, float] = {}  # when the time of a chunk is over
+        self._ends: list[tuple[float, str]] = []  # the same as a heap, with some that are not true any more
         self._served_bytes = served_bytes
         self._served: OrderedDict[str, int] = OrderedDict()  # bytes by key, the one used longest ago first
         self._lock = threading.Lock()
@@ -275,16 +276,25 @@ class Library:
         over = []
         with self._lock:
             while self._ends and self._ends[0][0] <= now:
-                over.append(heapq.heappop(self._ends)[1])
+                end, key = heapq.heappop(self._ends)
+                if self._end_of.get(key) == end:  # otherwise it left, and may have been stored again
+                    over.append(key)
         self._store.delete(over, expired=True)
         for key in over:
             self._discard(key)
 
     def _note_end(self, key: str, expires: float | None) -> None:
-        if expires is not None:
-            heapq.heappush(self._ends, (expires, key))
+        if expires is None:
+            self._end_of.pop(key, None)
+            return
+        self._end_of[key] = expires
+        heapq.heappush(self._ends, (expires, key))
+        if len(self._ends) > 2 * len(self._end_of) + 64:
+            self._ends = [(end, name) for name, end in self._end_of.items()]
+            heapq.heapify(self._ends)
 
     def _discard(self, key: str) -> None:
         with self._lock:
             self._index.discard(key)
             self._served.pop(key, None)
+            self._end_of.pop(key, None)

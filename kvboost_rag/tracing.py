@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
+import os
 import secrets
 import threading
 import time
@@ -99,6 +101,7 @@ class Recorder:
         self._dropped: list[str] = []
         self._broken = False
         try:
+            self._end_line()
             self._append({"kvboost_trace": VERSION, **about})
         except OSError as error:
             raise TraceError(f"trace_path {str(path)!r} cannot be written: {error}; name a file in a folder") from error
@@ -153,6 +156,14 @@ class Recorder:
                 self._broken = True
                 _log.warning("the trace %s ends here, it cannot be written: %s", self._path, error)
 
+    def _end_line(self) -> None:
+        """Put an end to a line that a process was killed in, lest it spoils ours."""
+        if self._path.is_file() and self._path.stat().st_size:
+            with self._path.open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+
     def _append(self, line: Mapping[str, Any]) -> None:
         # Opened for each line: requests take far longer, and no engine has to be closed for its trace to be whole.
         with self._path.open("a", encoding="utf-8") as file:
@@ -205,9 +216,11 @@ def _events(path: Path | str, lines: Sequence[str]) -> Iterator[Event]:
                 session, began = session + 1, latest
                 continue
             event = _event(line, f"{session}:")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             if number == len(lines) > 1:
                 return  # the last line of a process that was killed
+            if session and lines[number].startswith('{"kvboost_trace":'):
+                continue  # the same, and another session behind it
             raise TraceError(f"line {number} of {path} is no line of a trace: {error!r}") from error
         if not session:
             raise TraceError(f"{path} does not begin with a line that says kvboost_trace; it is no trace")
@@ -218,7 +231,7 @@ def _events(path: Path | str, lines: Sequence[str]) -> Iterator[Event]:
 def _event(line: Mapping[str, Any], prefix: str) -> Event:
     if line["op"] not in get_args(Op):
         raise ValueError(f"op is {line['op']!r}")
-    return Event(
+    event = Event(
         op=line["op"],
         t=float(line["t"]),
         namespace=prefix + line["namespace"],
@@ -228,6 +241,10 @@ def _event(line: Mapping[str, Any], prefix: str) -> Event:
         computed_tokens=int(line.get("computed_tokens", 0)),
         seconds=float(line.get("seconds", 0.0)),
     )
+    numbers = (event.t, event.seconds, event.prompt_tokens, event.computed_tokens)
+    if not all(map(math.isfinite, numbers)) or min(numbers) < 0:
+        raise ValueError(f"times and counts are {numbers}")
+    return event
 
 
 def _chunk_json(asked: Asked) -> dict[str, Any]:
@@ -254,6 +271,7 @@ def _asked(chunk: Mapping[str, Any], prefix: str) -> Asked:
         origin=chunk["origin"],
         key_norm=float(chunk.get("key_norm", 0.0)),
     )
-    if min(asked.nbytes, asked.tokens - 1, asked.wanted) < 0 or asked.origin not in get_args(Origin):
+    possible = min(asked.nbytes, asked.tokens - 1, asked.wanted) >= 0 and asked.origin in get_args(Origin)
+    if not (possible and math.isfinite(asked.saved_s) and math.isfinite(asked.key_norm)):
         raise ValueError(f"a chunk has {asked}")
     return asked

@@ -384,7 +384,7 @@ def test_a_folder_that_cannot_be_used_is_named_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"file.*disk_path"):
         on(tmp_path / "file")
-    with pytest.raises(StoreError, match="no folder"):
+    with pytest.raises(StoreError, match="no catalogue"):
         on(tmp_path / "missing", disk_read_only=True)
 
 
@@ -442,7 +442,7 @@ def test_a_folder_to_read_from_that_holds_nothing_is_named(tmp_path):
             on(tmp_path / name, disk_read_only=True)
     (tmp_path / "file").write_text("")
     for options in ({}, {"disk_read_only": True}):
-        with pytest.raises(StoreError, match="file is no folder.*disk_path"):
+        with pytest.raises(StoreError, match=r"file is no folder.*choose another disk_path"):
             on(tmp_path / "file", **options)
 
 
@@ -551,3 +551,82 @@ def test_ids_of_the_catalogue_that_are_not_those_of_the_file_are_no_hit(tmp_path
     assert found.usage.exact_tokens == 0
     assert off_by(again, found) < LIMIT
     again.close()
+
+
+def stored_keys(engine: Engine) -> list[str]:
+    return [header.key for header in engine._library.headers_in("default")]
+
+
+def test_what_is_forgotten_while_a_request_reads_it_is_wiped_by_the_next(tmp_path):
+    with on(tmp_path) as engine:
+        engine.warm(DOCUMENTS)
+    engine = on(tmp_path, ram_budget_bytes=0)
+    assert reused(engine, DOCUMENTS) > 0
+    store = engine._library._store
+    with store.pin(stored_keys(engine)) as chunks:
+        engine.clear()
+        assert all(chunk is not None for chunk in chunks)
+        assert len(list(files_in(tmp_path))) == len(DOCUMENTS)
+    del chunks
+    reused(engine, DOCUMENTS)
+    store.flush()
+    assert not list(files_in(tmp_path))
+    engine.close()
+
+
+def test_what_is_forgotten_while_a_request_reads_it_is_wiped_when_the_engine_is_closed(tmp_path):
+    engine = on(tmp_path, ram_budget_bytes=0)
+    engine.warm(DOCUMENTS)
+    assert reused(engine, DOCUMENTS) > 0
+    with engine._library._store.pin(stored_keys(engine)) as chunks:
+        engine.clear()
+    del chunks
+    engine.close()
+    assert not list(files_in(tmp_path))
+
+
+def test_what_is_forgotten_while_it_is_copied_to_ram_stays_forgotten(tmp_path, monkeypatch):
+    with on(tmp_path) as engine:
+        engine.warm(DOCUMENTS)
+    engine = on(tmp_path)
+    assert reused(engine, DOCUMENTS[:1]) > 0
+    store = engine._library._store
+    store.flush()
+    keys = stored_keys(engine)
+    store.clear_ram()
+    hide, loaded = store.disk.hide, [store.disk.get(key) for key in keys]
+
+    def late(gone: list[str]) -> None:
+        for chunk in loaded:
+            store._copy(chunk)
+        hide(gone)
+
+    monkeypatch.setattr(store.disk, "hide", late)
+    engine.clear()
+    assert store.stats().chunks == 0
+    assert not [key for key in keys if key in store]
+    engine.close()
+
+
+@pytest.mark.parametrize("disk", [True, False])
+def test_what_was_stored_again_has_a_time_of_its_own(tmp_path, monkeypatch, disk):
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    engine = engine_of(ttl_s=100.0, disk_path=tmp_path if disk else None)
+    engine.warm(DOCUMENTS[:2])
+    engine.forget(DOCUMENTS[:2])
+    now += 60
+    engine.warm(DOCUMENTS[:2])
+    now += 60
+    assert reused(engine, DOCUMENTS[:2]) > 0
+    now += 60
+    assert reused(engine, DOCUMENTS[:2]) == 0
+    engine.close()
+
+
+def test_times_of_what_left_are_not_remembered():
+    engine = engine_of(ttl_s=1e6, store_prompts=False)
+    for _ in range(100):
+        engine.warm(DOCUMENTS[0])
+        engine.clear()
+    assert len(engine._library._ends) < 80

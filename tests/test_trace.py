@@ -355,3 +355,58 @@ def test_a_recorded_trace_can_be_simulated(tmp_path: Path, capsys: Any) -> None:
     recorded = sum(chunk.wanted for event in read_trace(path) for chunk in event.asked if chunk.hit)
     assert {row["hit_tokens"] for name, row in outcomes.items() if name != BOUND} == {recorded}
     assert outcomes[BOUND]["hit_tokens"] >= recorded > 0
+
+
+def test_a_session_behind_one_that_was_killed_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    engine_of(trace_path=path).prefill(prompt_of(DOCUMENTS))
+    whole = path.read_text()
+    path.write_text(whole + whole.splitlines()[1][:40])
+    engine_of(trace_path=path).prefill(prompt_of(DOCUMENTS))
+    assert [event.op for event in read_trace(path)] == ["request", "request"]
+    path.write_text(whole + "{\n" + whole.splitlines()[1])
+    with pytest.raises(TraceError, match="line"):  # in the middle of a session it is damage
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"saved_s": float("nan")},
+        {"saved_s": float("inf")},
+        {"key_norm": float("nan")},
+        {"tokens": float("inf")},
+        {"bytes": float("nan")},
+    ],
+)
+def test_impossible_numbers_of_a_chunk_are_refused(tmp_path: Path, change: dict[str, float]) -> None:
+    path = tmp_path / "t.jsonl"
+    write_trace(path, [request("a"), request("b")], {})
+    first, line, last = lines(path)
+    line["chunks"][0].update(change)
+    path.write_text("\n".join(map(json.dumps, (first, line, last))))
+    with pytest.raises(TraceError, match="line 2"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("change", [{"t": float("nan")}, {"t": -1.0}, {"seconds": float("inf")}, {"prompt_tokens": -1}])
+def test_impossible_numbers_of_an_event_are_refused(tmp_path: Path, change: dict[str, float]) -> None:
+    path = tmp_path / "t.jsonl"
+    write_trace(path, [request("a"), request("b")], {})
+    first, line, last = lines(path)
+    path.write_text("\n".join(map(json.dumps, (first, {**line, **change}, last))))
+    with pytest.raises(TraceError, match="line 2"):
+        read_trace(path)
+
+
+def test_a_line_nested_without_end_is_no_trace(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"kvboost_trace":1}\n' + "[" * 100_000 + "\n{}\n")
+    assert cli.main(["trace", "simulate", str(path)]) == 2
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_a_plot_that_cannot_be_written_is_named(small: Path, capsys: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert cli.main(["trace", "simulate", str(small), "--budget", "5%", "--plot", str(tmp_path / "no" / "p.png")]) == 2
+    assert "p.png" in capsys.readouterr().err

@@ -63,8 +63,9 @@ class DiskStore(DiskReader):
 
     def _open(self) -> None:
         self._writing = threading.Lock()  # one file at a time
+        self.has_unwiped = False  # deleted files that somebody was reading when they were to be wiped
         if self.folder.exists() and not self.folder.is_dir():
-            raise StoreError(f"{self.folder} is no folder; choose another disk_path")
+            raise StoreError(f"{self.folder} is no folder, so it cannot be written to; choose another disk_path")
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._owner = OwnerLock(self.folder / "owners")
@@ -91,6 +92,8 @@ class DiskStore(DiskReader):
             return
         try:
             self.note_uses()
+            if self.has_unwiped:
+                self.gc()
         except (sqlite3.Error, OSError) as error:
             self.tally.failed(error)
         super().close()
@@ -249,7 +252,7 @@ class DiskStore(DiskReader):
             Counts of what was removed: unfinished, expired, wiped.
         """
         self.after_fork()
-        done = {"unfinished": 0, "expired": 0, "wiped": 0}
+        done, self.has_unwiped = {"unfinished": 0, "expired": 0, "wiped": 0}, False
         done["expired"] = self._doom(self._writes.expired(time.time(), files.FORMAT))
         for row, name, state, owner in self._writes.unfinished():
             if state == DOOMED:
@@ -303,6 +306,7 @@ class DiskStore(DiskReader):
     def _wipe(self, row: int, name: str) -> bool:
         """Remove a doomed row when its files are gone; False if somebody reads them now."""
         if not self._wipe_file(name):
+            self.has_unwiped = True
             return False
         self._writes.remove([row])
         return True

@@ -91,6 +91,8 @@ class TieredStore:
             yield chunks
         if loaded:
             self._promote(loaded)
+        if isinstance(disk, DiskStore) and disk.has_unwiped:
+            self._collect(disk)
 
     def _fetch(self, disk: DiskReader, key: str, loaded: list[Chunk[StoredRun]]) -> Chunk[StoredRun] | None:
         chunk = None if self._writer is None else self._writer.get(key)
@@ -240,16 +242,16 @@ class TieredStore:
         keys = list(dict.fromkeys(keys))
         there = sum(key in self for key in keys)
         served = {key for key in keys if (chunk := self._ram.get(key)) is not None and chunk.header.origin == "served"}
+        disk = self._open_disk
         for key in keys:
             if self._writer is not None:
                 self._writer.cancel(key)
+        if disk is not None:
+            disk.hide(keys)
+        for key in keys:  # last, for what only now is hidden may just have been copied here
             self._ram.delete(key)
         keys = [key for key in keys if key not in served]
-        disk = self._open_disk
-        if disk is None or not keys:
-            return there
-        disk.hide(keys)
-        if not isinstance(disk, DiskStore):
+        if not isinstance(disk, DiskStore) or not keys:
             return there
         if expired:
             self._collect(disk)
@@ -342,6 +344,8 @@ def _write(
     try:
         written = disk.put(chunk, expires, wanted)
         disk.note_uses()
+        if disk.has_unwiped:
+            disk.gc()
     except Exception as error:  # of whatever kind: a chunk that is not written must be counted
         written = False
         disk.tally.failed(error, chunks=1)
