@@ -19,6 +19,7 @@ from .stats import WarmReport
 from .store_command import bytes_of, text_of
 
 PATTERNS = ("*.txt", "*.md", "*.rst")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _BITS = {"16": 16, "8": 8, "4": 4, "8/4": "8/4"}
 
 
@@ -62,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     if options.batch < 1:
         raise ConfigError(f"--batch is {options.batch}; it must be 1 or more")
+    if options.dtype not in _DTYPES:
+        raise ConfigError(f"--dtype is {options.dtype!r}; choose one of {', '.join(_DTYPES)}")
     paths = list(_documents(options.folder, options.glob or PATTERNS))
     if not paths:
         patterns = ", ".join(options.glob or PATTERNS)
@@ -121,6 +124,9 @@ def _documents(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
     elif not folder.is_dir():
         raise ConfigError(f"{folder} is no folder and no file")
     else:
+        for pattern in patterns:
+            if not pattern.strip("./") or Path(pattern).is_absolute():
+                raise ConfigError(f"--glob is {pattern!r}; give a pattern of names inside {folder}, such as *.txt")
         yield from sorted({path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()})
 
 

@@ -200,3 +200,10 @@ def test_sizes_as_people_write_them():
     for bad in ("", "G", "-1", "2X", "1e9"):
         with pytest.raises(ConfigError):
             bytes_of(bad)
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--glob", "/etc/*.txt"), ("--glob", ""), ("--dtype", "float12")])
+def test_values_that_nothing_can_be_done_with_end_with_2(model, documents, tmp_path, capsys, flag, value):
+    command = ["warm", str(documents), "--model", str(model), "--store", str(tmp_path / "s"), flag, value]
+    assert cli.main(command) == 2
+    assert flag in capsys.readouterr().err
