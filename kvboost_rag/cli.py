@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
-from .config import EngineConfig, Reuse
+from .config import EngineConfig, KVBits, Reuse
 from .engine import Engine
 from .errors import KVBoostError, UnsupportedModelError
 from .store_command import store
@@ -16,6 +16,7 @@ from .warm_command import warm
 
 COMMANDS = "kvboost_rag.commands"  # group of entry points; each takes a list of arguments and returns an exit status
 OWN: dict[str, Callable[[list[str]], int]] = {"warm": warm, "store": store, "trace": trace}
+CODECS: tuple[KVBits, ...] = (8, "8/4", 4)
 MODES: tuple[Reuse, ...] = ("approximate", "exact", "off")
 
 
@@ -68,9 +69,28 @@ def _check(model: str) -> int:
         else:
             print(f"reuse={reuse!r}: yes. {_figures(engine)}")
             engine.close()
+            if reuse == "approximate":
+                _check_codecs(engine)
             return 0
     print(f"{model} cannot be served", file=sys.stderr)
     return 1
+
+
+def _check_codecs(engine: Engine) -> None:
+    """Print which codecs the model can bear."""
+    for bits in CODECS:
+        try:
+            config = EngineConfig(kv_bits=bits, selector="query", fallback=False)
+            with Engine(engine.model, engine.tokenizer, config) as encoded:
+                check = encoded.codec_check
+        except UnsupportedModelError as error:
+            print(f"kv_bits={bits!r}: no. {error}")
+        else:
+            assert check is not None
+            print(
+                f"kv_bits={bits!r}: yes. It takes {check.loss:.1e} of what documents change in an answer; the limit is "
+                f"{check.limit:g}"
+            )
 
 
 def _figures(engine: Engine) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.metadata import EntryPoint
 
 import pytest
 
 from kvboost_rag import cli
+from tests.tiny import model_of, tokenizer_of
 
 
 @pytest.fixture
@@ -64,3 +66,12 @@ def test_check_of_the_real_model(capsys, model_path):
     out = capsys.readouterr().out
     assert "reuse='approximate': yes" in out
     assert "rotary layout: half" in out
+
+
+def test_check_says_which_codecs_a_model_can_bear(tmp_path, capsys):
+    model_of("qwen3").save_pretrained(tmp_path)
+    tokenizer_of().save_pretrained(tmp_path)
+    assert cli.main(["check", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    for bits in ("8", "'8/4'", "4"):
+        assert re.search(rf"^kv_bits={bits}: (yes|no)\. .*limit is 0\.01", printed, re.MULTILINE)
