@@ -10,7 +10,8 @@
     ├── RequestTimeoutError    no answer within the time that was asked for
     └── EngineClosedError      the engine was closed
 
-Every message names the value, the limit and the remedy.
+Every message names the value, the limit and the remedy. What a caller must mend is no `ValueError`: LlamaIndex takes that
+for a badly formed answer, and says "Empty Response" instead.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ class KVBoostError(Exception):
     """Base of every error raised on purpose by this package."""
 
 
-class ConfigError(KVBoostError, ValueError):
+class ConfigError(KVBoostError):
     """A configuration or sampling value is out of its domain."""
 
 
-class PromptError(KVBoostError, ValueError):
+class PromptError(KVBoostError):
     """A prompt, document or chat message cannot be turned into tokens to run."""
 
 

@@ -375,8 +375,9 @@ def test_a_wider_mode_than_the_engine_was_made_for_is_refused(made: str, asked: 
 
 def test_every_error_is_one_of_ours_and_of_the_usual_kind() -> None:
     assert issubclass(PromptError, KVBoostError)
-    assert issubclass(PromptError, ValueError)
-    assert issubclass(ConfigError, ValueError)
+    # Frameworks take a ValueError for a badly formed answer, and go on without it.
+    assert not issubclass(PromptError, ValueError)
+    assert not issubclass(ConfigError, ValueError)
     assert issubclass(ContextOverflowError, PromptError)
 
 

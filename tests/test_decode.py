@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from kvboost_rag import ConfigError, Delta, Engine, Generation, SamplingParams
+from kvboost_rag import ConfigError, Delta, Engine, Generation, PromptError, SamplingParams
 from kvboost_rag.decode import Detokenizer, StopFilter
 from kvboost_rag.runner import holding
 from tests.tiny import (
@@ -275,7 +275,7 @@ def test_a_stream_that_is_dropped_unclosed_stops_and_waits_for_nobody(engine: En
 
 
 def test_a_stream_reports_bad_input_at_once_and_errors_where_they_are_read(engine: Engine) -> None:
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(PromptError, match="empty"):
         engine.stream("")
 
     def fail(step: int) -> None:
@@ -473,7 +473,7 @@ def test_bad_input_raises_from_the_async_forms(engine: Engine) -> None:
             pass
 
     for work in (engine.agenerate(""), read()):
-        with pytest.raises(ValueError, match="empty"):
+        with pytest.raises(PromptError, match="empty"):
             asyncio.run(work)
 
 

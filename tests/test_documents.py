@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvboost_rag
-from kvboost_rag import ConfigError, Engine, EngineClosedError, EngineConfig, SamplingParams
+from kvboost_rag import ConfigError, Engine, EngineClosedError, EngineConfig, PromptError, SamplingParams
 from kvboost_rag.chunks import ChunkHeader
 from kvboost_rag.config import LEAD_TOKENS
 from tests.tiny import LIMIT, Forwards, engine_of, off_by, prompt_of, text
@@ -130,7 +130,7 @@ def test_warming_needs_a_mode_that_can_use_it() -> None:
 
 def test_a_bad_document_leaves_nothing_of_the_call_behind() -> None:
     engine = engine_of()
-    with pytest.raises(ValueError, match="document"):
+    with pytest.raises(PromptError, match="document"):
         engine.warm([DOCUMENTS[0], 7])  # type: ignore[list-item]
     assert engine.stats().chunks == 0
 

@@ -310,7 +310,7 @@ class TestConstruction:
             chat.invoke("q", **bad)
 
     def test_unknown_tool_format(self, engine):
-        with pytest.raises(ValueError, match="xml"):
+        with pytest.raises(ConfigError, match="xml"):
             ChatKVBoost(engine=engine, tool_format="xml").invoke("q")
 
     def test_17678_ten_instances_cost_one_model_loaded_late(self, fresh, folder, monkeypatch):

@@ -17,7 +17,7 @@ from .documents import (
     warm_all,
 )
 from .engines import loaded_engine, release_engines, shared_engine
-from .options import CALL_FIELDS, SAMPLING_FIELDS, STRICT, EngineOptions, Reuse
+from .options import CALL_FIELDS, SAMPLING_FIELDS, STRICT, EngineOptions, Reuse, checked
 from .ordering import PrefixOrders
 from .records import Records, Turns
 from .turns import Asked, ReplyPieces, ask, ask_text, warm_tools
@@ -44,6 +44,7 @@ __all__ = [
     "awarm_all",
     "cached_tokens",
     "check_engine",
+    "checked",
     "finish_reason",
     "finished",
     "loaded_engine",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, field_serializer, field_validator, model_validator
 
@@ -14,11 +15,25 @@ from ..errors import ConfigError
 from .engines import loaded_engine, plain, shared_engine
 
 Reuse: TypeAlias = Literal["off", "exact", "approximate"]
+T = TypeVar("T")
 
 SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 CALL_FIELDS = frozenset((*SAMPLING_FIELDS, "namespace", "reuse", "timeout"))
 # Of two bases, the configuration of the last one wins, so each class repeats it: unknown arguments must raise.
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+
+
+def checked(check: Callable[[T], T]) -> Callable[[T], T]:
+    """Let pydantic report what a validator refuses, like everything else that is wrong with a class's arguments."""
+
+    @functools.wraps(check)
+    def wrapped(made: T) -> T:
+        try:
+            return check(made)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+
+    return wrapped
 
 
 class EngineOptions(BaseModel):
@@ -63,10 +78,11 @@ class EngineOptions(BaseModel):
     @classmethod
     def _check_number(cls, value: Any) -> Any:
         if isinstance(value, bool):  # pydantic would make a number of it
-            raise ConfigError(f"{value} is no number")
+            raise ValueError(f"{value} is no number")
         return value
 
     @model_validator(mode="after")
+    @checked
     def _check_arguments(self) -> Self:
         if (self.engine is None) == (self.model is None):
             raise ConfigError(f"{type(self).__name__} needs either engine= or model=, and not both")

@@ -24,7 +24,7 @@ from llama_index.core.llms.llm import (
 from pydantic import AliasChoices, Field, model_validator
 
 from kvboost_rag import ConfigError, Engine, WarmReport
-from kvboost_rag.frameworks import STRICT, Asked, EngineOptions, ask, ask_text, off_loop, warm_tools
+from kvboost_rag.frameworks import STRICT, Asked, EngineOptions, ask, ask_text, checked, off_loop, warm_tools
 from kvboost_rag.tools import check_flags, choice_of
 
 from .messages import ChatPieces, TextPieces, to_chat_response, to_completion, to_prompt
@@ -64,6 +64,7 @@ class KVBoost(EngineOptions, StructuredPredictor):
     model_config = STRICT
 
     @model_validator(mode="after")
+    @checked
     def _check_prompts(self) -> KVBoost:
         if self.query_wrapper_prompt is not None:
             raise ConfigError("query_wrapper_prompt has no effect on a chat model; give completion_to_prompt")

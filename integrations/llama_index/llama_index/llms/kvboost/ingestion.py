@@ -10,7 +10,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from pydantic import Field, PrivateAttr, SkipValidation, model_validator
 
 from kvboost_rag import ConfigError, Engine, WarmReport
-from kvboost_rag.frameworks import BATCH_DOCUMENTS, STRICT, awarm_all, off_loop, size_of, warm_all
+from kvboost_rag.frameworks import BATCH_DOCUMENTS, STRICT, awarm_all, checked, off_loop, size_of, warm_all
 
 from .nodes import AnyNode, EngineSource, NodeTemplate, NodeWarmer
 
@@ -149,6 +149,7 @@ class WarmKV(EngineSource, TransformComponent):
     _report: WarmReport | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
+    @checked
     def _check_warming(self) -> WarmKV:
         if self.engine is None and self.llm is None:
             raise ConfigError("WarmKV needs engine= or llm=, to warm nodes with")

@@ -14,7 +14,7 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from pydantic import BaseModel, Field, SkipValidation, model_validator
 
 from kvboost_rag import ConfigError, Engine, PromptError
-from kvboost_rag.frameworks import STRICT, TextWarmer, untorn
+from kvboost_rag.frameworks import STRICT, TextWarmer, checked, untorn
 
 from .base import KVBoost
 
@@ -83,6 +83,7 @@ class EngineSource(BaseModel):
     model_config = STRICT
 
     @model_validator(mode="after")
+    @checked
     def _check_source(self) -> EngineSource:
         if self.llm is not None and not isinstance(self.llm, KVBoost):
             raise ConfigError(f"llm is a {type(self.llm).__name__}; give a KVBoost, or an engine as engine=")

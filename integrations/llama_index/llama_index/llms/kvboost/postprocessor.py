@@ -9,7 +9,7 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 from pydantic import Field, PrivateAttr, SkipValidation, model_validator
 
 from kvboost_rag import ConfigError
-from kvboost_rag.frameworks import BATCH_DOCUMENTS, STRICT, PrefixOrders, awarm_all, off_loop, warm_all
+from kvboost_rag.frameworks import BATCH_DOCUMENTS, STRICT, PrefixOrders, awarm_all, checked, off_loop, warm_all
 
 from .nodes import EngineSource, NodeTemplate, NodeWarmer, bare
 
@@ -51,6 +51,7 @@ class KVBoostNodePostprocessor(EngineSource, BaseNodePostprocessor):
     _orders: PrefixOrders = PrivateAttr()
 
     @model_validator(mode="after")
+    @checked
     def _check_warming(self) -> KVBoostNodePostprocessor:
         given = self.engine is not None or self.llm is not None
         if self.warm and not given:
