@@ -10,8 +10,8 @@
     ├── RequestTimeoutError    no answer within the time that was asked for
     └── EngineClosedError      the engine was closed
 
-Every message names the value, the limit and the remedy. What a caller must mend is no `ValueError`: LlamaIndex takes that
-for a badly formed answer, and says "Empty Response" instead.
+Every message names the value, the limit and the remedy. What a caller must mend is no `ValueError`: LlamaIndex takes
+that for a badly formed answer, and says "Empty Response" instead.
 """
 
 from __future__ import annotations
