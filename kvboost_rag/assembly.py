@@ -93,6 +93,10 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     encoder = PromptEncoder(tokenizer, markers=config.markers, vocabulary=vocabulary)
     identity = fingerprint(model, tokenizer, codec.name)
+    executor = Executor(runner, rope)
+    checked_codec = None
+    if not codec.lossless:  # before anything is opened
+        checked_codec = check_codec(executor, None if tokenizer is None else encoder, config, codec, identity)
     appraiser = Appraiser(runner, rope, config)
     disk = _disk(config, appraiser)
     library = Library(
@@ -105,10 +109,6 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
         write_behind_bytes=config.write_behind_bytes,
         ttl_s=config.ttl_s,
     )
-    executor = Executor(runner, rope)
-    checked_codec = None
-    if not codec.lossless:
-        checked_codec = check_codec(executor, None if tokenizer is None else encoder, config, codec, identity)
     keeper = Keeper(
         library,
         None if tokenizer is None else BreakFinder(encoder.piece),

@@ -328,3 +328,9 @@ def test_plain_engines_still_have_exact_segments() -> None:
     prompt = prompt_of(DOCUMENTS)
     engine.prefill(prompt)
     assert engine.prefill(prompt).usage.exact_tokens > 100
+
+
+def test_a_refused_codec_leaves_nothing_on_disk_and_nothing_open(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="kv_bits"):
+        engine_of(_broken(), kv_bits=4, disk_path=tmp_path / "store", trace_path=tmp_path / "trace")
+    assert list(tmp_path.iterdir()) == []
