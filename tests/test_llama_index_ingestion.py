@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from pathlib import Path
@@ -408,6 +409,12 @@ class TestWarmKV:
         engine = wide_engine()
         with pytest.raises(ValueError, match="not both"):
             WarmKV(engine=engine, llm=answering(engine))
+
+    def test_copies_share_the_engine_and_dicts_round(self):
+        engine = wide_engine()
+        step = WarmKV(engine=engine, separator="\n")
+        assert copy.deepcopy(step).engine is engine
+        assert WarmKV.from_dict(step.to_dict(), engine=engine).separator == "\n"
 
     def test_tenant_of_the_llm(self):
         engine = wide_engine()

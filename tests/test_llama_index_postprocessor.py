@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import pickle
 import random
 import time
@@ -258,6 +259,17 @@ class TestArguments:
         kept = pickle.loads(pickle.dumps(KVBoostNodePostprocessor(llm=KVBoost(model="some/model"), warm=True)))
         assert kept.llm.model == "some/model"
         assert kept.warm
+
+    def test_dicts_round(self):
+        made = KVBoostNodePostprocessor(order="best_first", hide_metadata=["k"])
+        again = KVBoostNodePostprocessor.from_dict(made.to_dict())
+        assert (again.order, again.hide_metadata) == ("best_first", ["k"])
+
+    def test_copies_share_the_engine(self):
+        engine = wide_engine()
+        for fields in ({"engine": engine}, {"llm": answering(engine)}):
+            copied = copy.deepcopy(KVBoostNodePostprocessor(warm=True, **fields))
+            assert (copied.engine or copied.llm.engine) is engine
 
     def test_an_index_node_is_not_copied_deep(self):
         class Uncopyable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, Self
 from uuid import uuid4
 
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, SkipValidation, model_validator
 from kvboost_rag import ConfigError, Engine, WarmReport
 from kvboost_rag.frameworks import BATCH_DOCUMENTS, STRICT, awarm_all, checked, off_loop, size_of, warm_all
 
-from .nodes import AnyNode, EngineSource, NodeTemplate, NodeWarmer
+from .nodes import SEPARATOR, AnyNode, EngineSource, NodeTemplate, NodeWarmer
 
 
 def warm_nodes(
@@ -20,7 +20,7 @@ def warm_nodes(
     nodes: Iterable[AnyNode],
     *,
     metadata_mode: MetadataMode = MetadataMode.LLM,
-    separator: str = "\n\n",
+    separator: str = SEPARATOR,
     node_template: NodeTemplate | None = None,
     namespace: str | None = None,
     batch_size: int = BATCH_DOCUMENTS,
@@ -70,7 +70,7 @@ async def awarm_nodes(
     nodes: Iterable[AnyNode],
     *,
     metadata_mode: MetadataMode = MetadataMode.LLM,
-    separator: str = "\n\n",
+    separator: str = SEPARATOR,
     node_template: NodeTemplate | None = None,
     namespace: str | None = None,
     batch_size: int = BATCH_DOCUMENTS,
@@ -93,7 +93,7 @@ def forget_nodes(
     nodes: Iterable[AnyNode],
     *,
     metadata_mode: MetadataMode = MetadataMode.LLM,
-    separator: str = "\n\n",
+    separator: str = SEPARATOR,
     node_template: NodeTemplate | None = None,
     namespace: str | None = None,
 ) -> int:
@@ -139,7 +139,7 @@ class WarmKV(EngineSource, TransformComponent):
 
     metadata_mode: MetadataMode = MetadataMode.LLM
     """For this and the next three see `warm_nodes`."""
-    separator: str = "\n\n"
+    separator: str = SEPARATOR
     node_template: Annotated[NodeTemplate | None, SkipValidation] = Field(default=None, exclude=True)
     batch_size: int = BATCH_DOCUMENTS
     show_progress: bool = False
@@ -170,6 +170,12 @@ class WarmKV(EngineSource, TransformComponent):
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """What the pipeline's cache is keyed on: never the same twice, since KV is no part of a cached result."""
         return {**super().to_dict(**kwargs), "run": uuid4().hex}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> Self:
+        """What `to_dict` gave; give the engine or the LLM again."""
+        made: Self = super().from_dict({name: value for name, value in data.items() if name != "run"}, **kwargs)
+        return made
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Warm the nodes; further arguments are those a pipeline gives to all its transformations."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
 from llama_index.core import SummaryIndex, VectorStoreIndex
 from llama_index.core.indices.base import BaseIndex
@@ -21,6 +21,7 @@ from .base import KVBoost
 AnyNode: TypeAlias = BaseNode | NodeWithScore
 NodeTemplate: TypeAlias = str | Callable[[BaseNode], str]
 NodeSource: TypeAlias = BaseIndex[Any] | BasePydanticVectorStore | BaseDocumentStore
+SEPARATOR = "\n\n"  # what LlamaIndex puts between two nodes
 READ_NODES = 256  # of a docstore at once: an index may be larger than memory
 
 
@@ -90,6 +91,11 @@ class EngineSource(BaseModel):
         if self.engine is not None and self.llm is not None:
             raise ConfigError(f"{type(self).__name__} needs either engine= or llm=, and not both")
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        memo = {} if memo is None else memo
+        memo[id(self.engine)] = self.engine  # a copy asks the same engine
+        return super().__deepcopy__(memo)
 
     @property
     def tenant(self) -> str | None:

@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, SkipValidation, model_validator
 from kvboost_rag import ConfigError
 from kvboost_rag.frameworks import BATCH_DOCUMENTS, STRICT, PrefixOrders, awarm_all, checked, off_loop, warm_all
 
-from .nodes import EngineSource, NodeTemplate, NodeWarmer, bare
+from .nodes import SEPARATOR, EngineSource, NodeTemplate, NodeWarmer, bare
 
 _FIRST_OR_LAST: dict[str, Literal["first", "last"]] = {"best_first": "first", "best_last": "last"}
 
@@ -43,7 +43,7 @@ class KVBoostNodePostprocessor(EngineSource, BaseNodePostprocessor):
     """Metadata keys that the LLM is not shown."""
     warm: bool = False
     """Warm nodes that are not warm yet; needs `engine` or `llm`."""
-    separator: str = "\n\n"
+    separator: str = SEPARATOR
     """For this and the next see `warm_nodes`."""
     node_template: Annotated[NodeTemplate | None, SkipValidation] = Field(default=None, exclude=True)
 
@@ -60,7 +60,7 @@ class KVBoostNodePostprocessor(EngineSource, BaseNodePostprocessor):
             self._warmer()  # a bad argument raises here and not at the first question
         if not self.warm and self.engine is not None:
             raise ConfigError("engine= has no effect without warm=True")
-        if not self.warm and {"separator", "node_template"} & self.model_fields_set:
+        if not self.warm and (self.separator != SEPARATOR or self.node_template is not None):
             raise ConfigError("separator= and node_template= have no effect without warm=True")
         if self.order == "keep" and not self.warm and not self.hide_metadata:
             raise ConfigError(

@@ -22,7 +22,7 @@ from kvboost_rag import ConfigError, Engine, WarmReport
 from kvboost_rag.frameworks import BATCH_DOCUMENTS, add_reports, off_loop
 
 from .forgetting import Entry, NodeKeeper
-from .nodes import AnyNode, NodeTemplate, NodeWarmer, bare, stored_nodes
+from .nodes import SEPARATOR, AnyNode, NodeTemplate, NodeWarmer, bare, stored_nodes
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class KVBoostVectorStore(BasePydanticVectorStore):
         engine: Engine,
         *,
         metadata_mode: MetadataMode = MetadataMode.LLM,
-        separator: str = "\n\n",
+        separator: str = SEPARATOR,
         node_template: NodeTemplate | None = None,
         namespace: str | None = None,
         batch_size: int = BATCH_DOCUMENTS,
