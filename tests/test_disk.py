@@ -24,7 +24,7 @@ from kvboost_rag.chunks import Scope
 from kvboost_rag.errors import StoreError
 from kvboost_rag.store import files, locks, upkeep
 from kvboost_rag.store.catalogue import ROW_BYTES, Catalogue
-from kvboost_rag.store.database import NAME
+from kvboost_rag.store.database import DOOMED, NAME
 from kvboost_rag.store.disk import DiskStore
 from kvboost_rag.store.reading import DiskReader
 from kvboost_rag.store.tier import Chunk
@@ -739,3 +739,34 @@ def test_a_file_that_was_changed_after_it_was_checked_is_checked_again(store):
     path.with_suffix(".copy").replace(path)
     assert store.get(chunk.header.key) is None
     assert store.stats().bad == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
+def test_nobody_else_can_read_what_is_stored(tmp_path):
+    """Also in a folder that others may look into."""
+    tmp_path.chmod(0o755)
+    store = DiskStore(tmp_path, BIG, sync=False)
+    store.put(chunk_of(1))
+    found = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(found) > 2
+    assert {path.stat().st_mode & 0o077 for path in found} == {0}
+    store.close()
+
+
+def test_who_is_deleted_while_writing_leaves_the_row_to_whoever_deletes(tmp_path, monkeypatch):
+    store, other = DiskStore(tmp_path, BIG, sync=False), DiskStore(tmp_path, BIG, sync=False)
+    chunk, write = chunk_of(1), files.write
+
+    def deleted_before_it_is_written(*args, **options):
+        monkeypatch.setattr(other, "_wipe", lambda row, name: False)  # not done yet
+        other.delete(chunk.header.key)
+        raise FileNotFoundError("renamed away")
+
+    monkeypatch.setattr(files, "write", deleted_before_it_is_written)
+    assert store.put(chunk) is False  # a deletion is no error
+    assert [state for _, _, state, _ in store._writes.unfinished()] == [DOOMED]
+    monkeypatch.setattr(files, "write", write)
+    monkeypatch.undo()
+    assert store.gc()["wiped"] == 1
+    for one in (store, other):
+        one.close()

@@ -183,6 +183,13 @@ class Catalogue(Database):
         with self.transaction():
             self.remove(self._column(f"SELECT id FROM chunks WHERE id = ? AND state = {STORED}", row))
 
+    def withdraw(self, row: int) -> bool:
+        """Take a promise back; False if its row is not that of a writer any more."""
+        with self.transaction():
+            done = self._db.execute(f"DELETE FROM chunks WHERE id = ? AND state = {WRITING}", (row,)).rowcount > 0
+            self._drop_scopes()
+        return done
+
     def doom(self, rows: Iterable[int]) -> list[tuple[int, str, str | None]]:
         """Hide rows and drop all they say of their chunk; names and bytes stay until `remove`.
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,11 @@ class Database:
 
     def _connect(self, read_only: bool) -> sqlite3.Connection:
         base = self.path.absolute().as_uri()
+        if not read_only:
+            # Tenants' names and ids are nobody else's; SQLite gives its log the same mode. Only a new file is opened:
+            # closing one that is there would drop the locks that this process has on it.
+            with suppress(OSError):
+                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         # A folder without write permission may have no room for the index that readers share.
         queries = ["mode=ro", "immutable=1"] if read_only else ["mode=rwc"]
         while True:

@@ -208,7 +208,7 @@ class DiskStore(DiskReader):
         try:
             if not self._drop_file(name, wipe=True):
                 return self._doom([row]) > 0
-            return self._writes.remove([row]) > 0
+            return self._writes.withdraw(row)  # who deleted it meanwhile is not done with its row
         except sqlite3.Error as error:  # no room to say so: whoever opens the folder next sees that we are gone
             self.tally.failed(error)
             return True

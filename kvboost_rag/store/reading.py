@@ -69,7 +69,7 @@ class DiskReader:
         self.tally = Tally()
         self._places: dict[str, Place] = {}
         self._keys: dict[int, str] = {}  # of `_places`, by row
-        self._seen: dict[Scope, tuple[int, int]] = {}  # per scope: data version looked at, last change known
+        self._seen: dict[bytes, tuple[int, int]] = {}  # per scope, by digest: data version looked at, last change known
         self._verified: dict[str, files.Stamp] = {}  # by name: how the file was when its checksum was compared
         self._used: list[str] = []
         self._open()
@@ -116,7 +116,7 @@ class DiskReader:
         self.after_fork()
         version = self._reads.data_version()
         with self._lock:
-            looked, since = self._seen.get(scope, (-1, 0))
+            looked, since = self._seen.get(scope.digest(), (-1, 0))
             if version == looked:
                 return News([], [], [])
         changes = self._reads.changes(scope, since, files.FORMAT)
@@ -135,7 +135,7 @@ class DiskReader:
             for row_ in changes.added:
                 if self._learn(row_):
                     added.append((row_.header, self._places[row_.header.key].expires))
-            self._seen[scope] = (version, changes.until)
+            self._seen[scope.digest()] = (version, changes.until)
         return News(added, evicted, deleted)
 
     def _learn(self, row: Row) -> bool:
