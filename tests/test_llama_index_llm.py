@@ -1161,3 +1161,28 @@ class TestRealModel:
             assert answer.raw["approximate_tokens"] > 0.5 * answer.raw["usage"]["prompt_tokens"]
             pieces = list(llm.stream_complete(f"{context}\n\nOn which day is the market held?"))
             assert said(pieces[-1]) == said(answer)
+
+
+class TestComingFromHuggingFaceLLM:
+    @pytest.mark.parametrize(
+        ("given", "remedy"),
+        [
+            ({"model_name": "x"}, "give model="),
+            ({"tokenizer_name": "x"}, "leave it out"),
+            ({"generate_kwargs": {"do_sample": True}}, "temperature="),
+            ({"device_map": "auto"}, "model_kwargs"),
+        ],
+    )
+    def test_its_arguments_say_where_they_went(self, given: dict[str, Any], remedy: str) -> None:
+        with pytest.raises(ValueError, match=remedy):
+            KVBoost(model="some/model", **given)
+
+    def test_an_engine_that_is_none(self) -> None:
+        with pytest.raises(ValueError, match="engine is a str; give an Engine, or model="):
+            KVBoost(engine="some/model")
+        with pytest.raises(ConfigError, match="give a KVBoost"):
+            configure_settings("some/model")  # type: ignore[arg-type]
+
+    def test_an_answer_as_long_as_the_window_leaves_room_for_a_prompt(self, engine: RecordingEngine) -> None:
+        llm = KVBoost(engine=engine, max_tokens=2 * engine.window_tokens)
+        assert llm.metadata.num_output == engine.window_tokens // 2

@@ -87,6 +87,10 @@ class EngineOptions(BaseModel):
         if (self.engine is None) == (self.model is None):
             raise ConfigError(f"{type(self).__name__} needs either engine= or model=, and not both")
         if self.engine is not None:
+            if not isinstance(self.engine, Engine):
+                raise ConfigError(
+                    f"engine is a {type(self.engine).__name__}; give an Engine, or model= for an id or folder"
+                )
             for name in self.made_from:
                 if name in self.model_fields_set and getattr(self, name):
                     raise ConfigError(f"{name}= has no effect on an engine that exists; configure the engine itself")

@@ -35,6 +35,18 @@ from .tools import ToolLike, describe, schema_of_format, selections
 _TOOL_FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "response_format"})
 
 
+# What users of HuggingFaceLLM have in the line that they exchange.
+_ELSEWHERE = {
+    "model_name": "give model=, an id or a folder",
+    "tokenizer_name": "leave it out: the tokenizer is the model's",
+    "tokenizer": "give engine=Engine(model, tokenizer)",
+    "device_map": "give model_kwargs={'device': …}",
+    "generate_kwargs": "give temperature=, top_p=, top_k= and the like themselves",
+    "stopping_ids": "give stop=, a list of strings",
+    "is_chat_model": "leave it out: the chat template decides",
+}
+
+
 class KVBoost(EngineOptions, StructuredPredictor):
     """Answer with a local Hugging Face model; documents and tools that were read before are not read again.
 
@@ -62,6 +74,13 @@ class KVBoost(EngineOptions, StructuredPredictor):
     """How calls are written: "hermes", "llama3", "mistral" or "json"; None takes the chat template's own way."""
 
     model_config = STRICT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        for name in _ELSEWHERE.keys() & given.keys() if isinstance(given, dict) else ():
+            raise ValueError(f"{name} belongs to HuggingFaceLLM; {_ELSEWHERE[name]}")
+        return given
 
     @model_validator(mode="after")
     @checked
@@ -105,7 +124,7 @@ class KVBoost(EngineOptions, StructuredPredictor):
         chats = self._has_template(engine)
         return LLMMetadata(
             context_window=self.context_window or engine.window_tokens,
-            num_output=self.max_tokens,
+            num_output=min(self.max_tokens, engine.window_tokens // 2),  # the rest is for what is asked
             is_chat_model=chats or self._own_rendering,
             is_function_calling_model=chats and not self._own_rendering,
             model_name=self.name_of_model(),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from llama_index.core import Settings
 
+from kvboost_rag import ConfigError
+
 from .base import KVBoost
 
 
@@ -18,7 +20,14 @@ def configure_settings(llm: KVBoost) -> KVBoost:
 
     Returns:
         The model.
+
+    Raises:
+        ConfigError: it is none.
     """
+    if not isinstance(llm, KVBoost):
+        raise ConfigError(
+            f"llm is a {type(llm).__name__}; give a KVBoost, as in configure_settings(KVBoost(engine=engine))"
+        )
     Settings.llm = llm
     Settings.tokenizer = llm.get_token_ids
     return llm
