@@ -92,6 +92,7 @@ def main() -> None:
     nodes = pieces(engine, args.nodes, rng)
     warm_nodes(engine, nodes, show_progress=True)
     tables: dict[str, list[dict[str, Any]]] = {"layouts": [], "figures": []}
+    asked: list[dict[str, float]] = []
     for layout in args.layouts:
         tables["layouts"].append(reuse_of_layout(llm, layout, nodes, args.k, args.layout_questions, rng))
         print(tables["layouts"][-1], file=sys.stderr)
@@ -103,7 +104,7 @@ def main() -> None:
         if rows:
             print(markdown(tuple(rows[0]), rows), end="\n\n")
     print(f"`{' '.join(sys.argv)}` on {machine()}")
-    write(args.json, vars(args), **tables)
+    write(args.json, vars(args), **tables, questions=asked)
 
 
 def pieces(engine: Engine, count: int, rng: random.Random) -> list[Any]:
