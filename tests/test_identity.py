@@ -53,7 +53,7 @@ def test_the_configured_namespace_is_the_default() -> None:
     assert _reused(engine, "default") == 0
 
 
-@pytest.mark.parametrize("namespace", ["ü", "a/b", "\x00", "x" * 1000, "\ud800"])
+@pytest.mark.parametrize("namespace", ["ü", "a/b", "\x00", "x" * 1000])
 def test_any_other_text_names_a_namespace(namespace: str) -> None:
     engine = engine_of()
     engine.warm(DOCUMENTS, namespace=namespace)
