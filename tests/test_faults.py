@@ -82,6 +82,7 @@ def kill_while_warming(folder: Path, count: int, seed: int) -> None:
     again.close()
 
 
+@pytest.mark.slow
 def test_a_warming_process_is_killed(tmp_path):
     kill_while_warming(tmp_path, KILLS, seed=0)
 
@@ -92,6 +93,7 @@ def test_a_warming_process_is_killed_200_times(tmp_path):
         kill_while_warming(tmp_path / str(part), 20, seed=1 + part)
 
 
+@pytest.mark.slow
 def test_a_deleting_process_is_killed(tmp_path):
     chunks = [chunk_of(seed, tokens=300) for seed in range(12)]
     draw = random.Random(0)
@@ -136,6 +138,7 @@ def standing_still(process: int) -> Iterator[None]:
         os.kill(process, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_evicts_leaves_the_budget_whole(tmp_path):
     room = 4 * (file_bytes(chunk_of(0, tokens=200)) + 2000)
     draw = random.Random(0)
@@ -388,6 +391,7 @@ def test_readers_against_a_writer_that_evicts_and_deletes(tmp_path):
     assert upkeep.verify(tmp_path).bad == {}
 
 
+@pytest.mark.slow
 def test_two_writers(tmp_path):
     room = 12 * (file_bytes(chunk_of(0, tokens=100)) + 2000)
 
