@@ -4,7 +4,7 @@ from .calls import InvalidCall, Reply, ReplyReader, ToolCall
 from .choices import Choice, check_flags, choice_of, schema_in
 from .dialect import AnswerReader, Dialect, Turn
 from .formats import FORMATS, ToolFormat
-from .schemas import canonical_tool, canonical_tools
+from .schemas import canonical_tool, canonical_tools, distinct_tools
 from .strict import check_size
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "check_flags",
     "check_size",
     "choice_of",
+    "distinct_tools",
     "schema_in",
 ]

@@ -22,7 +22,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..errors import PromptError
+from ..errors import ConfigError, PromptError
 from ..messages import check_text
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -176,3 +176,18 @@ def _data(value: Any, at: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [_data(one, f"{at}[{i}]") for i, one in enumerate(value)]
     raise PromptError(f"{at} is a {type(value).__name__}; tools must be plain JSON values")
+
+
+def distinct_tools(described: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Descriptions in OpenAI's form, each once.
+
+    Raises:
+        ConfigError: two different tools have one name.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for tool in described:
+        name = tool["function"]["name"]
+        if name in found and canonical_tool(found[name]) != canonical_tool(tool):
+            raise ConfigError(f"two different tools are named {name!r}; rename one of them")
+        found.setdefault(name, tool)
+    return list(found.values())

@@ -26,7 +26,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, PydanticUserError, TypeAdapter
 
 from kvboost_rag import ConfigError
-from kvboost_rag.tools import Reply, canonical_tool, check_size, schema_in
+from kvboost_rag.tools import Reply, check_size, distinct_tools, schema_in
 
 ToolLike: TypeAlias = "Mapping[str, Any] | type | Callable[..., Any] | BaseTool | Runnable[Any, Any]"
 
@@ -38,16 +38,9 @@ def describe(tools: Sequence[ToolLike]) -> list[dict[str, Any]]:
         ConfigError: two different tools have one name, or something is no tool.
         PromptError: a description that is no JSON schema.
     """
-    found: dict[str, dict[str, Any]] = {}
     if isinstance(tools, (str, Mapping, BaseModel)) or not isinstance(tools, Iterable):
         raise ConfigError(f"tools is a {type(tools).__name__}; give a list of tools")
-    for tool in tools:
-        described = _describe(tool)
-        name = described["function"]["name"]
-        if name in found and canonical_tool(found[name]) != canonical_tool(described):
-            raise ConfigError(f"two different tools are named {name!r}; rename one of them")
-        found.setdefault(name, described)
-    return list(found.values())
+    return distinct_tools(map(_describe, tools))
 
 
 def schema_of_format(response_format: Any) -> Mapping[str, Any] | Literal["any"] | None:

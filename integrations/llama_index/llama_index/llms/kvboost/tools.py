@@ -11,7 +11,7 @@ from llama_index.core.tools import BaseTool
 from pydantic import BaseModel
 
 from kvboost_rag import ConfigError
-from kvboost_rag.tools import canonical_tool, schema_in
+from kvboost_rag.tools import distinct_tools, schema_in
 
 ToolLike: TypeAlias = BaseTool | Mapping[str, Any]
 
@@ -24,14 +24,7 @@ def describe(tools: Sequence[ToolLike]) -> list[dict[str, Any]]:
     """
     if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
         raise ConfigError(f"tools is a {type(tools).__name__}; give a list of tools")
-    found: dict[str, dict[str, Any]] = {}
-    for tool in tools:
-        described = _describe(tool)
-        name = described["function"]["name"]
-        if name in found and canonical_tool(found[name]) != canonical_tool(described):
-            raise ConfigError(f"two different tools are named {name!r}; rename one of them")
-        found.setdefault(name, described)
-    return list(found.values())
+    return distinct_tools(map(_describe, tools))
 
 
 def schema_of_format(response_format: Any) -> Mapping[str, Any] | Literal["any"] | None:
