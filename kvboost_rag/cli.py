@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     check.add_argument("model", help="Hugging Face id or folder")
     commands.add_parser("warm", help="compute and store the KV of a folder of documents", add_help=False)
     commands.add_parser("store", help="look at, check and mend a folder of stored KV", add_help=False)
-    commands.add_parser("trace", help="replay a trace under every eviction policy, or make one up", add_help=False)
+    commands.add_parser("trace", help="say what a log of prompts would gain; replay or make traces", add_help=False)
     for name in sorted(found):
         commands.add_parser(name, help=f"see kvboost-rag {name} --help", add_help=False)
     options, rest = parser.parse_known_args(arguments)

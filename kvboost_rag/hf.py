@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -42,6 +42,23 @@ def load_pretrained(
     if "device_map" not in hf:
         loaded = loaded.to(device)
     return loaded.eval(), tokenizer
+
+
+def load_tokenizer(model: str) -> tuple[Any, Any]:
+    """Tokenizer and configuration of a model by hub id or folder, without its weights.
+
+    Returns:
+        None for a configuration that is not there.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    place = Path(model).expanduser()
+    if not place.is_dir():
+        model = _place(model, None)
+        return AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(place) if (place / "config.json").is_file() else None
+    return AutoTokenizer.from_pretrained(place), config
 
 
 def cache_argument(model: Any) -> str:

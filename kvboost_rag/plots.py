@@ -1,4 +1,4 @@
-"""Pictures of a simulation. Needs the extra `plots`."""
+"""Pictures of a simulation, and what every picture needs. Needs the extra `plots`."""
 
 from __future__ import annotations
 
@@ -44,13 +44,7 @@ def plot(outcomes: Sequence[Outcome], path: Path | str, *, title: str, footprint
     Raises:
         ConfigError: matplotlib is missing, or cannot write such a file.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ConfigError("plots need matplotlib; install it with: pip install 'kvboost-rag[plots]'") from error
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4.6)
     left, right = figure.subplots(1, 2)
     _lines(left, outcomes, footprint_bytes, lambda outcome: 100 * outcome.hit_rate)
     _lines(right, outcomes, footprint_bytes, lambda outcome: outcome.saved_s)
@@ -63,6 +57,31 @@ def plot(outcomes: Sequence[Outcome], path: Path | str, *, title: str, footprint
     figure.suptitle(title)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False)
+    save(figure, path)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches that belongs to no window.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ConfigError("plots need matplotlib; install it with: pip install 'kvboost-rag[plots]'") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Any, path: Path | str) -> None:
+    """Write a picture; the suffix says in which format.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""`kvboost-rag trace`: replay a trace under every eviction policy, or make one up."""
+"""`kvboost-rag trace`: analyze a log of prompts, replay a trace under every eviction policy, or make one up."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .analyze import command as analyze
 from .errors import KVBoostError, TraceError
 from .plots import plot
 from .simulate import BOUND, CANDIDATES, Outcome, as_row, footprint_bytes, simulate
@@ -28,6 +29,8 @@ def trace(arguments: Sequence[str]) -> int:
     """Run `kvboost-rag trace`; the exit status."""
     options = _parser().parse_args(arguments)
     try:
+        if options.what == "analyze":
+            return analyze.run(options)
         if options.what == "make":
             return _make(options)
         return _simulate(options)
@@ -37,8 +40,9 @@ def trace(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("kvboost-rag trace", description="Try eviction policies and budgets on a trace.")
+    parser = argparse.ArgumentParser("kvboost-rag trace", description="Know before you switch it on.")
     what = parser.add_subparsers(dest="what", metavar="what", required=True)
+    analyze.add_parser(what)
     run = what.add_parser("simulate", help="replay a trace through the store under every policy")
     run.add_argument("file", type=Path, help="a trace, as EngineConfig(trace_path=…) or `trace make` writes it")
     run.add_argument(
