@@ -23,7 +23,7 @@ ARGS ?=
 PIP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint typecheck check bench clean
+.PHONY: help setup demo test test-all lint typecheck check bench bench-peers clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 20
@@ -62,6 +62,10 @@ bench: $(STAMP) ## Measure fidelity and time to first token (see benchmarks/READ
 	@model=$$($(BIN)/python scripts/fetch_assets.py model $(if $(MODEL),--id '$(MODEL)')) && mkdir -p results && \
 	$(BIN)/python benchmarks/fidelity.py --model "$$model" --json results/fidelity.json --markdown results/fidelity.md $(ARGS) && \
 	$(BIN)/python benchmarks/ttft.py --model "$$model" --json results/ttft.json --markdown results/ttft.md $(ARGS)
+
+bench-peers: $(STAMP) ## Compare with other ways to reuse KV, each in a process of its own
+	@model=$$($(BIN)/python scripts/fetch_assets.py model $(if $(MODEL),--id '$(MODEL)')) && mkdir -p results && \
+	$(BIN)/python benchmarks/peers.py --model "$$model" --json results/peers.json --markdown results/peers.md $(ARGS)
 
 clean: ## Remove the environment and everything built
 	rm -rf $(VENV) build dist results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
