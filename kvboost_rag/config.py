@@ -65,6 +65,8 @@ class EngineConfig:
         kv_bits: bits of a stored number (docs/store.md): 16 keeps KV as the model produced it, bit for bit; 8, 4 and
             "8/4" (8-bit keys, 4-bit values) lose a little, which is measured at load, and a model that loses too much
             is refused. They need `reuse="approximate"`: what they store is never an exact hit.
+        max_num_seqs: most requests of this engine that hold KV and compute at once; others wait in the order in which
+            they came. Their answers are decoded in one batch.
         namespace: tenant used when a call names none.
         markers: what to do with special-token text inside message content: keep it as plain text, or refuse.
         fallback: use a full prefill when the cost model predicts it to be cheaper.
@@ -97,6 +99,7 @@ class EngineConfig:
     ttl_s: float | None = None
     eviction: Eviction = "gdsf"
     kv_bits: KVBits = 16
+    max_num_seqs: int = 8
     namespace: str = "default"
     markers: Markers = "text"
     fallback: bool = True
@@ -123,6 +126,7 @@ class EngineConfig:
         _in_range("ram_budget_bytes", self.ram_budget_bytes, 0, 1 << 60)
         _in_range("served_share", self.served_share, 0.0, 1.0)
         _in_range("pack_tokens", self.pack_tokens, 0, 1 << 20)
+        _in_range("max_num_seqs", self.max_num_seqs, 1, 1 << 20)
         check_namespace(self.namespace)
         self._check_disk()
         if self.kv_bits != 16 and self.reuse != "approximate":

@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, Unpack
 
 from .assembly import assemble
@@ -21,7 +21,7 @@ from .config import (
     check_namespace,
     check_timeout,
 )
-from .errors import ConfigError, ContextOverflowError, EngineClosedError
+from .errors import ConfigError, ContextOverflowError
 from .fingerprints import Watch, fingerprint
 from .forgetting import chunks_holding
 from .hf import load_pretrained, stop_strings
@@ -29,8 +29,8 @@ from .kv import Cancelled
 from .options import Options, mode_of
 from .prompts import as_texts
 from .repair import Recipe
-from .runner import holding, lock_of
-from .serving import Live, Request, cancelled, deadline
+from .request import Doors, Live, Request, cancelled, deadline
+from .scheduler import scheduler_of
 from .stats import Delta, EngineStats, Generation, Prefill, Totals, WarmReport
 from .streaming import Deltas, astream, in_thread
 
@@ -41,8 +41,9 @@ REMEMBERED = 64  # fingerprints of states the model was in: switching between ad
 class Engine:
     """Runs one model and keeps the KV of what it read, per namespace.
 
-    Thread-safe: requests of several threads run one after the other, also those of other engines on the same model.
-    Results do not depend on the order. While a request runs, nothing else may use the model.
+    Thread-safe: requests of several threads run together, also those of other engines on the same model: their answers
+    are decoded in one batch, and a long prompt keeps nobody waiting. Results do not depend on who else asks. While a
+    request runs, nothing else may use the model.
 
     Args:
         model: a Hugging Face causal language model with rotary positions.
@@ -58,13 +59,13 @@ class Engine:
         self._tokenizer = tokenizer
         check_is(config, EngineConfig, "config")
         self._config = config or EngineConfig()
-        self._lock = lock_of(self.model)  # one request in the model at a time
+        self._scheduler = scheduler_of(self.model)
+        self._doors = Doors(self._config.max_num_seqs, self._scheduler, lambda: self._library.clear())
         self._watch, self._watch_lock = Watch(self.model), threading.Lock()
         self._fingerprints: OrderedDict[Hashable, str] = OrderedDict()
         self._assemble()
         self._totals = Totals()
         self._live = Live()
-        self._closed = False
 
     @classmethod
     def from_pretrained(
@@ -111,7 +112,7 @@ class Engine:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._closed
+        return self._doors.closed
 
     @property
     def fingerprint(self) -> str:
@@ -148,10 +149,8 @@ class Engine:
     ) -> Prefill:
         """Compute everything before the first answer token; the cache is the caller's."""
         request = self._request(prompt, namespace=namespace, reuse=reuse, tools=tools, store=store)
-        with self._running():
-            served = self._serving.prefill(request)
-            first = time.perf_counter()
-            self._serving.keep(request, served)
+        with self._doors.request(request.cancel):
+            served, first = self._serving.prefill(request)
         self._totals.add(served.usage(), served.fallback_reason)
         end = time.perf_counter()
         return Prefill(
@@ -234,7 +233,7 @@ class Engine:
             before,
             [ids[len(before) :] for ids, _ in encoded],
             named=bool(context),
-            running=self._running,
+            running=self._doors.warming,
             show_progress=show_progress,
             started=started,
         )
@@ -292,7 +291,7 @@ class Engine:
 
         What waits to be written to `disk_path` is written first.
         """
-        self._closed = True
+        self._doors.close()
         self._library.close()
 
     def _request(
@@ -337,18 +336,14 @@ class Engine:
             raise ContextOverflowError(len(ids), self._window_tokens)
 
     def _scope(self, namespace: str | None) -> Scope:
-        self._must_be_open()
+        self._doors.must_be_open()
         name = self.config.namespace if namespace is None else check_namespace(namespace)
         return Scope(self._current_fingerprint(), name)
-
-    def _must_be_open(self) -> None:
-        if self._closed:
-            raise EngineClosedError("the engine was closed; make a new one")
 
     def _assemble(self) -> None:
         """Inspect and check the model, and build everything that depends on its structure."""
         self._structure, state = self._watch.look()
-        with self._lock:
+        with self._scheduler.alone():
             parts = assemble(self.model, self.tokenizer, self.config)
         self._fingerprints[state] = parts.fingerprint
         self.checked, self.calibration = parts.checked, parts.calibration
@@ -370,19 +365,9 @@ class Engine:
                     self._fingerprints.popitem(last=False)
             return self._fingerprints[state]
 
-    @contextlib.contextmanager
-    def _running(self, cancel: threading.Event | None = None) -> Iterator[None]:
-        with holding(self._lock, cancel):
-            self._must_be_open()
-            try:
-                yield
-            finally:
-                if self._closed:  # while the request ran, which may have kept its prompt
-                    self._library.clear()
-
     def _answer(self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None]) -> Generation:
         try:
-            with deadline(request), self._running(request.cancel):
+            with deadline(request), self._doors.request(request.cancel):
                 generation, served = self._serving.answer(request, on_delta)
         except Cancelled:
             return cancelled(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect as pyinspect
 import sys
@@ -14,6 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from .batching import CURRENT_BATCH, Batch
 from .config import SamplingParams
 from .errors import ConfigError, UnsupportedModelError
 from .kv import EndOfPass, RequestKV
@@ -132,7 +134,60 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens (transformers counts them negative or positive)."""
         self._kv.crop(self._index, self.get_seq_length() - abs(tokens_to_remove))
+        self.renew()
+
+    def renew(self) -> None:
+        """Show what the block holds now: others may have appended to it."""
         self.keys, self.values = self._kv.view(self._index)
+
+
+class BatchLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer of the blocks of several requests, of which each takes one row."""
+
+    is_sliding = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, batch: Batch, index: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._batch, self._index = batch, index
+        self.is_initialized = True
+        block = batch.kvs[0].keys
+        self.device, self.dtype = block.device, block.dtype
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the blocks exist."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append each row to its request; our attention finds the keys there, and not in what this returns."""
+        self._batch.update(self._index, key_states, value_states)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Of the longest request."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens of the longest request."""
+        return max(kv.lengths[self._index] for kv in self._batch.kvs)
+
+    def get_max_length(self) -> int:
+        """No maximum: blocks grow."""
+        return -1
+
+
+def cache_over_batch(batch: Batch) -> Cache:
+    """A Hugging Face cache that writes each row of a decode step into its own request."""
+    return Cache(layers=[BatchLayer(batch, index) for index in range(len(batch.kvs[0].lengths))])
+
+
+def decoding_experts(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """How a mixture of experts runs a decode step on this device."""
+    if model.device.type == "cpu":  # nothing changes there
+        return contextlib.nullcontext()
+    return model._optimize_model_for_decode()  # type: ignore[no-any-return] # pragma: no cover - not tried on the development machines
 
 
 def cache_over(kv: RequestKV) -> Cache:
@@ -149,16 +204,19 @@ def _kvboost_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    unusual = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
+    if (batch := CURRENT_BATCH.get()) is not None:
+        own = batch.fallback or (eager_attention(module) if unusual else None)
+        return batch.attend(module, query, scale, own, **kwargs), None
     state = CURRENT.get()
     assert state is not None, "this attention only runs inside a pass of the engine"
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     mask = None if attention_mask is None else state.masks.get(attention_mask.data_ptr())
     probe = state.probe
     if probe is not None and mask is not None and module.layer_idx in probe.layers:
         probe.mass[module.layer_idx] = attention_mass(query, key, mask, probe.rows, scale)
         if len(probe.mass) == len(probe.layers):
             raise EndOfPass
-    unusual = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
     if state.fallback is not None or unusual or (mask is None and attention_mask is not None):
         run = state.fallback or eager_attention(module)
         plain = attention_mask if mask is None else mask.full()

@@ -121,6 +121,7 @@ class RequestKV:
             writes its slots, while the old content is still there.
         last_layer: layer behind whose write the pass ends with `EndOfPass`; None runs all layers.
         cancelled: asked at every layer; true ends the pass with `Cancelled`.
+        between_layers: called at every layer of a pass; others may have the model meanwhile.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class RequestKV:
         self.before_write: WriteHook | None = None
         self.last_layer: int | None = None
         self.cancelled: Callable[[], bool] | None = None
+        self.between_layers: Callable[[], None] | None = None
         self._slots_are: slice | None = None
 
     @property
@@ -181,7 +183,9 @@ class RequestKV:
         if self.cancelled is not None and self.cancelled():
             raise Cancelled
         if self.slots is None:
-            return self._append(layer, keys, values)
+            return self.append(layer, keys, values)
+        if self.between_layers is not None:
+            self.between_layers()
         if self.before_write is not None:
             self.before_write(layer, keys[0], values[0])
         if self._slots_are is not None:
@@ -216,7 +220,8 @@ class RequestKV:
             new[:, :, :filled] = old[:, :, :filled]
             setattr(self, name, new)
 
-    def _append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values ``(1, kv_heads, q, dim)`` behind what there is; return the whole layer."""
         if keys.shape[0] != 1:
             raise ValueError(f"this cache holds one sequence, not {keys.shape[0]}; beam search is not supported")
         start = self.lengths[layer]

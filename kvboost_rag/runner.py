@@ -1,61 +1,33 @@
-"""Runs passes of an unmodified Hugging Face model over the cache of one request."""
+"""Runs passes of an unmodified Hugging Face model over the cache of one request, and decode steps over several."""
 
 from __future__ import annotations
 
-import copy
-import inspect as pyinspect
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
-from .hf import ATTENTION_NAME, cache_argument, eager_attention, step_output
-from .kv import Cancelled, EndOfPass, RequestKV
+from .batching import CURRENT_BATCH, Batch
+from .hf import ATTENTION_NAME, cache_argument, cache_over_batch, eager_attention
+from .kv import EndOfPass, RequestKV
 from .model_spec import ModelSpec
 from .passes import CURRENT, AttentionProbe, PassMask, PassState
-
-_LOCKS: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
-_LOCKS_LOCK = threading.Lock()
-PATIENCE_S = 0.05  # a request that waits for its turn looks so often whether it was cancelled
-
-
-def lock_of(model: Any) -> threading.Lock:
-    """The lock to hold around all work with a model: engines that share it must not run it at the same time.
-
-    A pass switches the attention of the model's config for its duration, and every layer reads it from there.
-    """
-    with _LOCKS_LOCK:
-        return _LOCKS.setdefault(model.get_decoder(), threading.Lock())
-
-
-@contextmanager
-def holding(lock: threading.Lock | threading.RLock, cancel: threading.Event | None = None) -> Iterator[None]:
-    """Hold a lock.
-
-    Raises:
-        Cancelled: ``cancel`` was set, also while waiting.
-    """
-    while not lock.acquire(timeout=-1 if cancel is None else PATIENCE_S):
-        if cancel is not None and cancel.is_set():
-            raise Cancelled
-    try:
-        if cancel is not None and cancel.is_set():
-            raise Cancelled
-        yield
-    finally:
-        lock.release()
+from .scheduler import Turn, scheduler_of
 
 
 class ModelRunner:
-    """Runs passes of an unmodified model over a `RequestKV`."""
+    """Runs passes of an unmodified model over a `RequestKV`, and decode steps over several. Thread-safe."""
 
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         self.model, self.spec = model, spec
         self.decoder = model.get_decoder()
-        self._cache_arg = cache_argument(model)
+        self.scheduler = scheduler_of(model)
+        self.cache_argument = cache_argument(model)
+        # Weights that are moved in and out layer by layer are where a forward expects them in that forward only.
+        placed = getattr(model, "hf_device_map", None) or {}
+        self._gives_way = not {"cpu", "disk"} & {str(place) for place in placed.values()} or len(set(placed)) == 1
 
     def new_kv(self, length: int, capacity: int) -> RequestKV:
         """An empty cache block for one request."""
@@ -102,17 +74,31 @@ class ModelRunner:
             "attention_mask": argument,
             "use_cache": True,
         }
-        state = PassState({m.ticket.data_ptr(): m for m in masks.values()}, self._fallback(), probe)
         kv.last_layer = last_layer
         try:
-            with self._our_attention(state):
-                out = self.model(**inputs, **{self._cache_arg: cache}, logits_to_keep=1)
+            with self.scheduler.taking(len(ids)) as turn:
+                state = PassState({m.ticket.data_ptr(): m for m in masks.values()}, self._fallback(), probe)
+                with self._our_attention() as attention, _entered(CURRENT, state):
+                    kv.between_layers = self._between_layers(turn, attention)
+                    out = self.model(**inputs, **{self.cache_argument: cache}, logits_to_keep=1)
         except EndOfPass:
             return None
         finally:
-            kv.last_layer = None
+            kv.last_layer = kv.between_layers = None
             kv.write_to(None)
         return out.logits[0, -1].float()  # type: ignore[no-any-return]
+
+    def _between_layers(self, turn: Turn | None, attention: _Attention) -> Callable[[], None] | None:
+        if turn is None or not self._gives_way:
+            return None
+
+        def give_way() -> None:
+            if self.scheduler.is_wanted(turn):
+                attention.off()  # others find the model's config as it was
+                self.scheduler.give_way(turn)
+                attention.on()
+
+        return give_way
 
     @torch.inference_mode()
     def greedy(self, kv: RequestKV, cache: Any, logits: torch.Tensor, count: int) -> list[int]:
@@ -136,43 +122,37 @@ class ModelRunner:
         return torch.log_softmax(torch.cat([logits[None], rows]), dim=-1)
 
     def _append(self, cache: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        out = self.model(input_ids=ids, position_ids=positions, use_cache=True, **{self._cache_arg: cache})
+        with self.scheduler.taking(ids.shape[1]):
+            out = self.model(input_ids=ids, position_ids=positions, use_cache=True, **{self.cache_argument: cache})
         return out.logits[0].float()  # type: ignore[no-any-return]
 
-    def generate(self, ids: torch.Tensor, prefill: Any, cache: Any, generation_config: Any, **kwargs: Any) -> Any:
-        """`model.generate` from a finished prefill: its first step returns the logits that are already there.
+    @torch.no_grad()
+    def step(self, ids: torch.Tensor, kvs: Sequence[RequestKV]) -> torch.Tensor:
+        """Append one token to each of several requests, in one forward. The scheduler's holder calls it.
 
         Args:
-            ids: prompt, int64 ``(1, n)``.
-            prefill: logits of the last prompt token, float32 ``(vocab,)``.
-            cache: holds all ``n`` prompt tokens.
-            generation_config: transformers `GenerationConfig`.
-            kwargs: streamer, stopping criteria, logits processors.
+            ids: int64 ``(rows, 1)``.
+            kvs: block of each row's request; as it was if this raises.
+
+        Returns:
+            Logits ``(rows, 1, vocab)``.
         """
-        view = copy.copy(self.model)
-        forward = self.model.forward
-        pending = [prefill]
-        for layer in cache.layers:  # generate must see the last prompt token as not yet run
-            layer.crop(1)
-
-        def first_step_done(*args: Any, **inputs: Any) -> Any:
-            if not pending:
-                return forward(*args, **inputs)
-            for layer in cache.layers:
-                layer._kv.lengths[layer._index] += 1
-            return step_output(pending.pop()[None, None], self._cache_arg, cache)
-
-        # The view shares every weight; only its own forward differs, so the user's model is never touched.
-        first_step_done.__signature__ = pyinspect.signature(forward)  # type: ignore[attr-defined]
-        view.forward = first_step_done
-        view.generation_config = generation_config  # what is None there would be filled from the model's own
-        return view.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=generation_config,
-            **{self._cache_arg: cache},
-            **kwargs,
-        )
+        before = [list(kv.lengths) for kv in kvs]
+        batch = Batch(kvs, self.spec.layer_windows, self._fallback())
+        inputs = {
+            "input_ids": ids,
+            "position_ids": torch.tensor([[lengths[0]] for lengths in before], device=ids.device),
+            "attention_mask": self._mask_argument({}),
+            "use_cache": True,
+            self.cache_argument: cache_over_batch(batch),
+        }
+        try:
+            with self._our_attention(), _entered(CURRENT_BATCH, batch):
+                return self.model.forward(**inputs, logits_to_keep=1).logits  # type: ignore[no-any-return]
+        except BaseException:
+            for kv, lengths in zip(kvs, before, strict=True):
+                kv.lengths = lengths
+            raise
 
     def _fits_windows(self, tokens: int) -> bool:
         return self._fallback() is None and all(w is None or tokens <= w for w in self.spec.layer_windows)
@@ -206,13 +186,35 @@ class ModelRunner:
         return run
 
     @contextmanager
-    def _our_attention(self, state: PassState) -> Iterator[None]:
-        config = self.decoder.config
-        before = config._attn_implementation
-        token = CURRENT.set(state)
-        config._attn_implementation = ATTENTION_NAME
+    def _our_attention(self) -> Iterator[_Attention]:
+        attention = _Attention(self.decoder.config)
+        attention.on()
         try:
-            yield
+            yield attention
         finally:
-            config._attn_implementation = before
-            CURRENT.reset(token)
+            attention.off()
+
+
+class _Attention:
+    """Our attention in place of the model's own, by its config, which every layer reads; while the model is ours."""
+
+    def __init__(self, config: Any) -> None:
+        self._config, self._before, self._on = config, config._attn_implementation, False
+
+    def on(self) -> None:
+        self._before, self._on = self._config._attn_implementation, True
+        self._config._attn_implementation = ATTENTION_NAME
+
+    def off(self) -> None:
+        """Put the model's own back. Nothing where that was done: the model may be somebody else's by now."""
+        if self._on:
+            self._config._attn_implementation, self._on = self._before, False
+
+
+@contextmanager
+def _entered(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

@@ -1,24 +1,24 @@
-"""One request at a time through the model: look up, plan, load, run, answer, keep."""
+"""A request through the model: look up, plan, load, run, answer, keep."""
 
 from __future__ import annotations
 
+import itertools
 import math
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from .chunks import ChunkHeader, IntArray, Scope
-from .config import EngineConfig, Reuse, SamplingParams
+from .chunks import ChunkHeader
+from .config import EngineConfig
 from .costs import CostModel
 from .decode import Answer
-from .errors import RequestTimeoutError
+from .draws import draws_of
+from .generating import Generator
 from .hf import generation_settings, stop_strings
 from .keeping import Keeper
 from .kv import Cancelled
@@ -26,60 +26,14 @@ from .library import Library
 from .planner import Plan, make_plan, without_approximate
 from .prefill import Executed, Executor
 from .repair import Recipe
-from .runner import ModelRunner, holding
+from .request import Request
+from .runner import ModelRunner
+from .scheduler import Turn
+from .sharing import OnTheWay, Sharing
 from .stats import FinishReason, Generation, Timing, Usage
 
 WORTH = 0.7  # an approximation must be predicted to take less than this share of an exact prefill
-_GENERATOR = threading.RLock()  # answers of all models that draw from torch's global generator take turns
 REPLANS = 3  # chunks may be evicted between lookup and pin; after so many tries the prompt is simply computed
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Request:
-    """A prompt on its way.
-
-    Attributes:
-        ids: int32 ``(n,)``.
-        scope: whose chunks it may use.
-        reuse: mode of this call.
-        sampling: how to continue.
-        store: whether to keep new text.
-        started: `time.perf_counter` at call entry.
-        tokenize_s: seconds from entry to ids.
-        timeout_s: seconds after `started` when to give up; None never.
-        cancel: set by whoever gives up.
-    """
-
-    ids: IntArray
-    scope: Scope
-    reuse: Reuse
-    sampling: SamplingParams
-    store: bool
-    started: float
-    tokenize_s: float
-    timeout_s: float | None = None
-    cancel: threading.Event = field(default_factory=threading.Event)
-
-
-class Live:
-    """Requests on their way. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # a set that grows while it is read raises
-        self._requests: weakref.WeakSet[Request] = weakref.WeakSet()
-
-    def add(self, request: Request) -> None:
-        """Follow a request until nobody holds it any more."""
-        with self._lock:
-            self._requests.add(request)
-
-    def keep_nothing_of(self, namespace: str) -> None:
-        """Let no request of a tenant store its prompt."""
-        with self._lock:
-            requests = list(self._requests)
-        for request in requests:
-            if request.scope.namespace == namespace:
-                request.store = False
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +90,7 @@ class Served:
 
 
 class Serving:
-    """Runs requests. Not thread-safe: the engine holds its lock around every call."""
+    """Runs requests. Thread-safe: passes and steps of the model take turns, everything else runs at once."""
 
     def __init__(
         self,
@@ -153,31 +107,53 @@ class Serving:
     ) -> None:
         self._runner, self._executor, self._library, self._keeper = runner, executor, library, keeper
         self._tokenizer, self._config, self.recipe, self.costs = tokenizer, config, recipe, costs
+        self._generator, self._sharing = Generator(runner), Sharing()
         self._lossy = lossy  # whether chunks lose something when they are stored
 
-    def prefill(self, request: Request, *, room: int = 0) -> Served:
-        """Fill a cache with the prompt."""
+    def prefill(self, request: Request) -> tuple[Served, float]:
+        """Fill a cache with the prompt, and keep what is new; returns also when the cache was full.
+
+        Raises:
+            Cancelled: the caller gave up.
+        """
+        with self._on_the_way(request) as way:
+            served = self._fill(request, way)
+            filled = time.perf_counter()
+            self.keep(request, served)
+        return served, filled
+
+    def _on_the_way(self, request: Request) -> AbstractContextManager[OnTheWay | None]:
+        if request.reuse == "off":
+            return nullcontext()
+        return self._sharing.enter(
+            request.scope, request.ids, moves=request.reuse == "approximate", stores=request.store
+        )
+
+    def _fill(self, request: Request, way: OnTheWay | None, *, room: int = 0) -> Served:
         begun = time.perf_counter()
         recipe = self.recipe  # another may be set while this request runs
         for _ in range(REPLANS):
             plan, reason, new = self._plan(request, recipe)
+            while way is not None and self._sharing.wait(way, new, prefix=_leading(plan), cancel=request.cancel):
+                begun = time.perf_counter()  # what it waited for others is no lookup
+                plan, reason, new = self._plan(request, recipe)
             planned = time.perf_counter()
             with self._library.pin(plan.keys) as chunks:
                 if chunks is None:
                     continue
                 fetched = time.perf_counter()
-                executed = self._execute(request, plan, chunks, room, recipe)
+                executed, waited_s = self._execute(request, plan, chunks, room, recipe)
                 self._library.used(plan, chunks)
                 break
         else:
             plan, new = make_plan(len(request.ids), ()), ()
             reason = "the chunks that were found are evicted by now"
             planned = fetched = time.perf_counter()
-            executed = self._execute(request, plan, {}, room, recipe)
-        queue_s, prefill_s = (
-            begun - request.started - request.tokenize_s,
-            time.perf_counter() - fetched - executed.load_s,
-        )
+            executed, waited_s = self._execute(request, plan, {}, room, recipe)
+        if way is not None:
+            self._sharing.has_read(way)
+        queue_s = begun - request.started - request.tokenize_s + waited_s
+        prefill_s = time.perf_counter() - fetched - executed.load_s - waited_s
         times = (queue_s, planned - begun, prefill_s, fetched - planned)
         return Served(plan, executed, reason, new, recipe, *times)
 
@@ -187,10 +163,16 @@ class Serving:
         Raises:
             Cancelled: the caller gave up before the first token.
         """
+        with self._on_the_way(request) as way:
+            return self._answer(request, on_delta, way)
+
+    def _answer(
+        self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None], way: OnTheWay | None
+    ) -> tuple[Generation, Served]:
         stops = stop_strings(self._runner.model, self._tokenizer, request.sampling)
         n = len(request.ids)
         room = min(request.sampling.max_tokens, self._runner.spec.window_tokens - n + 1)
-        served = self.prefill(request, room=min(room, 512))
+        served = self._fill(request, way, room=min(room, 512))
         first: list[float] = []
         settings = generation_settings(self._runner.model, self._tokenizer, request.sampling, room)
         answer = Answer(
@@ -202,7 +184,7 @@ class Serving:
             on_first=lambda: first.append(time.perf_counter()),
             on_delta=on_delta,
         )
-        self._generate(request, served, settings, answer)
+        self._generate(request, served, settings, answer, way)
         text, reason = answer.finish()
         ended = time.perf_counter()
         self.keep(request, served, answer.ids)
@@ -230,11 +212,21 @@ class Serving:
         if pure and new[-1][1] == n:
             end = min(*kv.lengths, n + len(answer))  # a cancelled step may have reached some layers only
             new[-1] = (new[-1][0], end)
+            if new[-1][0] == end:
+                return
         ids = np.concatenate([request.ids, np.asarray(answer[: end - n], dtype=np.int32)])
         exact_until = end if pure else served.plan.pure_until
         kept = self._keeper.keep_prompt(request.scope, ids, kv, new=new, exact_until=exact_until)
-        served.stored_tokens = sum(map(len, kept))
+        served.stored_tokens += sum(map(len, kept))
         self._drop_forgotten(request, served, kept)
+
+    def _keep_now(self, request: Request, served: Served, way: OnTheWay) -> None:
+        """Keep the prompt in the middle of its answer: another request waits for it."""
+        n, grows = len(request.ids), served.plan.pure_until == len(request.ids)
+        if request.store:
+            self._keep_new(request, served, ())
+        served.new = ((n, n),) if grows and served.new and served.new[-1][1] == n else ()  # the answer is still to come
+        self._sharing.has_stored(way)
 
     def _keep_served(self, request: Request, served: Served, answer: Sequence[int]) -> None:
         """Keep a prompt of moved documents as it was served, so that its continuation needs no repair again."""
@@ -286,30 +278,36 @@ class Serving:
             return None
         return f"reuse is not worth an approximation: {reuse:.3g} s predicted, computing takes {compute:.3g} s"
 
-    def _execute(self, request: Request, plan: Plan, chunks: Any, room: int, recipe: Recipe) -> Executed:
-        return self._executor.run(request.ids, plan, chunks, recipe, room=room, cancelled=request.cancel.is_set)
+    def _execute(self, request: Request, plan: Plan, chunks: Any, room: int, recipe: Recipe) -> tuple[Executed, float]:
+        share = recipe.ratio if plan.runs else 0.0
+        turn = Turn(plan.tokens("compute") + share * plan.tokens("approximate"), request.cancel)
+        with self._runner.scheduler.turn(turn):
+            executed = self._executor.run(request.ids, plan, chunks, recipe, room=room, cancelled=request.cancel.is_set)
+        # The passes were timed from outside; what they waited for others is no work of theirs.
+        return replace(executed, model_s=executed.model_s - turn.waited_s), turn.waited_s
 
-    def _generate(self, request: Request, served: Served, settings: Any, answer: Answer) -> None:
-        ids = torch.from_numpy(request.ids.astype(np.int64)).to(self._runner.spec.device)[None]
-        processors = list(request.sampling.logits_processors)
-        seed = request.sampling.seed
-        draws = request.sampling.temperature > 0 or seed is not None
-        # generate draws from torch's global generator; leave it as it was.
-        turn = holding(_GENERATOR, request.cancel) if draws else nullcontext()
-        with turn, torch.random.fork_rng(devices=_cuda_devices(self._runner), enabled=seed is not None):
-            if seed is not None:
-                torch.manual_seed(seed)
-            try:
-                self._runner.generate(
-                    ids,
-                    served.executed.logits,
-                    served.executed.cache,
-                    settings,
-                    stopping_criteria=[answer],
-                    logits_processor=processors,
-                )
-            except Cancelled:
-                pass  # what was generated so far stays the answer
+    def _generate(self, request: Request, served: Served, settings: Any, answer: Answer, way: OnTheWay | None) -> None:
+        device, sampling = self._runner.spec.device, request.sampling
+
+        def each_step() -> None:
+            if way is not None and way.wanted and not way.stored:
+                self._keep_now(request, served, way)
+
+        try:
+            self._generator.generate(
+                torch.from_numpy(request.ids.astype(np.int64)).to(device)[None],
+                served.executed.logits,
+                served.executed.kv,
+                served.executed.cache,
+                settings,
+                draws=draws_of(sampling.seed, sampling.temperature, device, request.cancel),
+                cancel=request.cancel,
+                each_step=each_step,
+                stopping_criteria=[answer],
+                logits_processor=list(sampling.logits_processors),
+            )
+        except Cancelled:
+            pass  # what was generated so far stays the answer
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         if self._tokenizer is None:
@@ -343,45 +341,10 @@ class Serving:
         )
 
 
-@contextmanager
-def deadline(request: Request) -> Iterator[None]:
-    """Cancel the request when its time is over.
-
-    Raises:
-        RequestTimeoutError: it was over before the block was left.
-    """
-    if request.timeout_s is None:
-        yield
-        return
-    expired = threading.Event()
-
-    def expire() -> None:
-        expired.set()
-        request.cancel.set()
-
-    left = request.started + request.timeout_s - time.perf_counter()
-    timer = threading.Timer(max(left, 0.0), expire)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    except Cancelled:
-        if not expired.is_set():
-            raise
-    finally:
-        timer.cancel()
-    if expired.is_set():
-        raise RequestTimeoutError(
-            f"no answer within timeout_s={request.timeout_s:g}; allow more time, fewer max_tokens or a shorter prompt"
-        )
-
-
-def cancelled(request: Request) -> Generation:
-    """The answer of a request that was cancelled before its first token."""
-    elapsed = time.perf_counter() - request.started
-    usage = Usage(prompt_tokens=len(request.ids))
-    timing = Timing(tokenize_s=request.tokenize_s, total_s=elapsed)
-    return Generation(text="", token_ids=(), finish_reason="cancelled", usage=usage, timing=timing)
+def _leading(plan: Plan) -> int:
+    """Tokens from the start on that are exact hits."""
+    leading = itertools.takewhile(lambda segment: segment.kind == "exact", plan.segments)
+    return sum(map(len, leading))
 
 
 def _gaps(n: int, covered: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -391,7 +354,3 @@ def _gaps(n: int, covered: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], 
             gaps.append((at, start))
         at = max(at, end)
     return tuple(gaps)
-
-
-def _cuda_devices(runner: ModelRunner) -> list[torch.device]:
-    return [runner.spec.device] if runner.spec.device.type == "cuda" else []

@@ -17,7 +17,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvboost_rag import ConfigError, Delta, Engine, Generation, PromptError, SamplingParams
 from kvboost_rag.decode import Detokenizer, StopFilter
-from kvboost_rag.runner import holding
 from tests.tiny import (
     LIMIT,
     VOCAB,
@@ -525,7 +524,7 @@ def test_a_loop_that_is_gone_stops_the_computation(engine: Engine) -> None:
     loop = asyncio.new_event_loop()
     loop.run_until_complete(anext(stream))
     loop.close()
-    with holding(engine._lock):  # the answer has ended
+    with engine._scheduler.alone():  # the answer has ended
         assert script.steps < 300
 
 
@@ -604,7 +603,7 @@ def test_a_prompt_cancelled_while_it_waits_for_another_never_runs(engine: Engine
 
 def test_a_prompt_cancelled_while_it_waits_does_not_wait_for_its_turn(engine: Engine) -> None:
     async def scenario() -> float:
-        with engine._lock:  # another request runs for a long time
+        with engine._scheduler.alone():  # another request runs for a long time
             task = asyncio.create_task(engine.agenerate(random_ids(78, 60), sampling=SHORT))
             await asyncio.sleep(0.1)
             started = time.perf_counter()

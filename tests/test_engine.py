@@ -407,7 +407,7 @@ def test_timing_is_ordered_and_complete() -> None:
 def test_time_spent_waiting_for_another_request_is_told_apart() -> None:
     engine = engine_of()
     with ThreadPoolExecutor(1) as pool:
-        with engine._lock:  # as another request would hold it
+        with engine._scheduler.alone():  # as another request would hold it
             waiting = pool.submit(engine.generate, REORDERED, sampling=SamplingParams(max_tokens=2))
             time.sleep(0.3)
         timing = waiting.result().timing
