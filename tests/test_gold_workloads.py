@@ -125,6 +125,8 @@ def test_a_name_that_tells_its_values_is_left_out() -> None:
             block.format("plainname", "1.2", "Some Body"),
             block.format("libfoo12", "12.1", "Some Body"),
             block.format("painter", "3", "The Painter Team"),
+            block.format("libcolours", "3", "Colours Team"),
+            block.format("libxthing", "3", "Debian X Strike Force"),
             block.format("plainname-dev", "1.2", "Some Body"),
         ]
     )

@@ -58,7 +58,10 @@ def _tells(record: Record) -> bool:
     if len(record.name) < STEM or numbers & set(re.findall(r"\d+", record.version)):
         return True
     who = record.maintainer.lower()
-    return any(len(part) >= 3 and part in who for part in re.split(r"[^a-z]+", record.name)) or (record.name[:4] in who)
+    parts = [part.removeprefix("lib") for part in re.split(r"[^a-z]+", record.name)]
+    bare = record.name.removeprefix("lib")
+    named = any(len(part) >= 3 and part in who for part in parts) or record.name[:4] in who
+    return named or any(bare.startswith(word) for word in re.findall(r"[a-z]+", who))  # x11-utils: Debian X …
 
 
 def _parse(status: str) -> Iterator[Record]:
