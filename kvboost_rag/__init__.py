@@ -12,9 +12,21 @@ from .errors import (
     StoreError,
     UnsupportedModelError,
 )
-from .stats import Delta, DiskStats, EngineStats, Generation, Prefill, Timing, Usage, WarmReport
+from .stats import (
+    AuditStats,
+    Delta,
+    DiskStats,
+    EngineStats,
+    Generation,
+    NamespaceAudits,
+    Prefill,
+    Timing,
+    Usage,
+    WarmReport,
+)
 
 __all__ = [
+    "AuditStats",
     "ConfigError",
     "ContextOverflowError",
     "Delta",
@@ -25,6 +37,7 @@ __all__ = [
     "EngineStats",
     "Generation",
     "KVBoostError",
+    "NamespaceAudits",
     "Prefill",
     "PromptError",
     "RequestTimeoutError",

@@ -33,6 +33,7 @@ class Parts:
     """Everything an engine works with.
 
     Attributes:
+        executor: runs the model.
         checked: what the self-check measured; None if nothing is reused.
         calibration: what `selector="auto"` chose from; None if there was nothing to choose.
         codec: name of the form that KV is stored in.
@@ -45,6 +46,7 @@ class Parts:
     library: Library
     warmer: Warmer
     serving: Serving
+    executor: Executor
     checked: SelfCheck | None
     calibration: Calibration | None
     codec: str
@@ -144,6 +146,7 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
         library,
         warmer,
         serving,
+        executor,
         checked,
         calibration,
         codec.name,

@@ -21,6 +21,7 @@ Eviction = Literal["gdsf", "lru", "s3fifo", "importance"]
 
 PACK_SEPARATOR = "\n\n"  # between two documents of a pack: what most prompt templates put there
 LEAD_TOKENS = 64  # end of another document in front of a pack, so that its first document has seen something, too
+AUDIT_WINDOW = 16  # audits whose mean tells drift from chance
 ANCHOR_TOKENS = 16  # window length of the index; shorter runs cannot be found away from the exact chain
 
 
@@ -73,6 +74,11 @@ class EngineConfig:
         store_prompts: keep KV of new text first seen inside a prompt.
         served_share: share of `ram_budget_bytes`, 0..1, for prompts made of moved documents, kept as they were served,
             so that the same prompt again, or the next turn of its conversation, needs no repair again; 0 keeps none.
+        audit_share: share of the requests that reuse something, 0..1, that are also computed in full when no request
+            wants the model, to see how far the two are apart: `Engine.stats().audits`, docs/accuracy.md. 0 audits none.
+        audit_bound: mean KL from full recompute, nats at the first token, over the last `audit_window` audits of a
+            namespace, beyond which it uses exact reuse only until `Engine.resume`; None only counts.
+        audit_window: audits that are averaged, per namespace.
         trace_path: file to which the sizes and times of every request are appended, without text or token ids, for
             `kvboost-rag trace simulate`; None records nothing.
         calibration_dir: folder where the choice of `selector="auto"` is remembered per model, so that only the first
@@ -105,6 +111,9 @@ class EngineConfig:
     fallback: bool = True
     store_prompts: bool = True
     served_share: float = 0.25
+    audit_share: float = 0.0
+    audit_bound: float | None = None
+    audit_window: int = AUDIT_WINDOW
     trace_path: Path | str | None = None
     calibration_dir: Path | str | None = "~/.cache/kvboost-rag/calibration"
 
@@ -129,6 +138,7 @@ class EngineConfig:
         _in_range("max_num_seqs", self.max_num_seqs, 1, 1 << 20)
         check_namespace(self.namespace)
         self._check_disk()
+        self._check_audits()
         if self.kv_bits != 16 and self.reuse != "approximate":
             raise ConfigError(
                 f"kv_bits is {self.kv_bits!r} but reuse is {self.reuse!r}; KV in fewer bits is never what a full "
@@ -139,6 +149,27 @@ class EngineConfig:
                 f"overlap_tokens is {self.overlap_tokens} and sink_tokens is {self.sink_tokens}, but "
                 "chunking='document' encodes no document in pieces, so they have no effect; use chunking='fixed' or "
                 "'semantic'"
+            )
+
+    def _check_audits(self) -> None:
+        _in_range("audit_share", self.audit_share, 0.0, 1.0)
+        _in_range("audit_window", self.audit_window, 1, 1 << 20)
+        if self.audit_share and self.reuse == "off":
+            raise ConfigError(
+                f"audit_share is {self.audit_share!r} but reuse is 'off', which reuses nothing that could be audited; "
+                "use audit_share=0, or reuse='exact' or 'approximate'"
+            )
+        if self.audit_window != AUDIT_WINDOW and not self.audit_share:
+            raise ConfigError(
+                f"audit_window is {self.audit_window} but audit_share is 0, so nothing is audited; set audit_share too"
+            )
+        if self.audit_bound is None:
+            return
+        _in_range("audit_bound", self.audit_bound, 0.0, math.inf)
+        if not self.audit_share or self.reuse != "approximate":
+            raise ConfigError(
+                f"audit_bound is {self.audit_bound!r} but audit_share is {self.audit_share!r} and reuse is "
+                f"{self.reuse!r}; it takes effect with audit_share above 0 and reuse='approximate'"
             )
 
     def _check_disk(self) -> None:

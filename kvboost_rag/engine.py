@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequenc
 from typing import Any, TypeAlias, Unpack
 
 from .assembly import assemble
+from .audit import Auditor
 from .chunks import IntArray, Scope
 from .config import (
     ANCHOR_TOKENS,
@@ -63,6 +64,7 @@ class Engine:
         self._doors = Doors(self._config.max_num_seqs, self._scheduler, lambda: self._library.clear())
         self._watch, self._watch_lock = Watch(self.model), threading.Lock()
         self._fingerprints: OrderedDict[Hashable, str] = OrderedDict()
+        self._auditor = Auditor(self._config, self._current_fingerprint)
         self._assemble()
         self._totals = Totals()
         self._live = Live()
@@ -152,6 +154,7 @@ class Engine:
         with self._doors.request(request.cancel):
             served, first = self._serving.prefill(request)
         self._totals.add(served.usage(), served.fallback_reason)
+        self._auditor.offer(request, served)
         end = time.perf_counter()
         return Prefill(
             logits=served.executed.logits,
@@ -273,7 +276,12 @@ class Engine:
             evictions=store.evictions,
             rejections=store.rejections,
             disk=self._library.disk_stats(),
+            audits=self._auditor.stats(),
         )
+
+    def resume(self, namespace: str | None = None) -> bool:
+        """Use approximate reuse again where audits found too much drift; whether it was not used. Audits begin anew."""
+        return self._auditor.resume(self._scope(namespace).namespace)
 
     @property
     def recipe(self) -> Recipe:
@@ -292,6 +300,7 @@ class Engine:
         What waits to be written to `disk_path` is written first.
         """
         self._doors.close()
+        self._auditor.close()
         self._library.close()
 
     def _request(
@@ -308,7 +317,7 @@ class Engine:
         started = time.perf_counter()
         scope = self._scope(namespace)
         check_is(sampling, SamplingParams, "sampling")
-        mode = mode_of(self.config, reuse)
+        mode, narrowed = self._auditor.narrow(scope.namespace, mode_of(self.config, reuse))
         if sampling is not None:
             stop_strings(self.model, self.tokenizer, sampling)  # raises here, and not at the first step of a stream
         ids = self._encoder.encode(prompt, tools=tools)
@@ -322,6 +331,7 @@ class Engine:
             started,
             time.perf_counter() - started,
             None if timeout_s is None else check_timeout(timeout_s),
+            narrowed,
         )
         self._live.add(request)
         return request
@@ -330,6 +340,7 @@ class Engine:
         """What runs now has seen what is being forgotten, and what is warmed next must not."""
         self._warmer.part_company(namespace)
         self._live.keep_nothing_of(namespace)
+        self._auditor.drop(namespace)
 
     def _check_length(self, ids: IntArray) -> None:
         if len(ids) > self._window_tokens:
@@ -350,7 +361,7 @@ class Engine:
         self._window_tokens = parts.window_tokens
         self._encoder, self._library = parts.encoder, parts.library
         self._codec, self.codec_check = parts.codec, parts.codec_check
-        self._warmer, self._serving = parts.warmer, parts.serving
+        self._warmer, self._serving, self._auditor.executor = parts.warmer, parts.serving, parts.executor
 
     def _current_fingerprint(self) -> str:
         """Fingerprint of the model as it is now: what was stored under another stays out of reach."""
@@ -372,6 +383,7 @@ class Engine:
         except Cancelled:
             return cancelled(request)
         self._totals.add(generation.usage, served.fallback_reason)
+        self._auditor.offer(request, served, generation.token_ids)
         return generation
 
     def _feed(self, request: Request, put: Callable[[Delta], None]) -> Generation:

@@ -32,6 +32,8 @@ class Request:
         started: `time.perf_counter` at call entry.
         tokenize_s: seconds from entry to ids.
         timeout_s: seconds after `started` when to give up; None never.
+        narrowed: why `reuse` is narrower than what was asked for; None if it is not.
+        forgotten: whether text that it may hold was forgotten meanwhile.
         cancel: set by whoever gives up.
     """
 
@@ -43,6 +45,8 @@ class Request:
     started: float
     tokenize_s: float
     timeout_s: float | None = None
+    narrowed: str | None = None
+    forgotten: bool = False
     cancel: threading.Event = field(default_factory=threading.Event)
 
 
@@ -64,7 +68,7 @@ class Live:
             requests = list(self._requests)
         for request in requests:
             if request.scope.namespace == namespace:
-                request.store = False
+                request.store, request.forgotten = False, True
 
 
 class Doors:

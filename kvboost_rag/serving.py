@@ -261,7 +261,8 @@ class Serving:
         exact, settled = ((), None) if whole else (match.exact, match.served)
         full = make_plan(n, exact, match.approximate, match.headers, settled, lossy=self._lossy)
         if request.reuse == "exact":
-            return without_approximate(full), self._no_exact if self._lossy and match.exact else None, new
+            lost = self._no_exact if self._lossy and match.exact else None
+            return without_approximate(full), request.narrowed or lost, new
         too_dear = self._fallback(full, recipe) if full.runs else None
         return (full if too_dear is None else without_approximate(full)), too_dear, new
 

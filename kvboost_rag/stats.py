@@ -195,6 +195,50 @@ class DiskStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceAudits:
+    """Latest audits of a namespace's requests that reused something approximately.
+
+    Attributes:
+        audits: how many, at most `EngineConfig.audit_window`.
+        mean_kl: of these, nats.
+        exact_because: why the namespace uses exact reuse only; None if it does not.
+    """
+
+    audits: int = 0
+    mean_kl: float = 0.0
+    exact_because: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditStats:
+    """Requests that were computed in full once more, and how far what reuse gave was from that.
+
+    Attributes:
+        audits: finished.
+        pending: waiting or running.
+        dropped: given up: too many waited, the text was forgotten, the model changed, or the engine was closed.
+        failed: ended by an error, which is logged.
+        mean_kl, max_kl: KL of the first token's distribution from full recompute's, nats.
+        first_token_agreement: share of audits with the same likeliest first token.
+        answer_agreement: share of the first tokens of greedy answers (up to 32 each) that full recompute would choose,
+            too, behind the same text.
+        repair_ratio: share of the approximate tokens of these requests that were recomputed.
+        namespaces: by namespace; those used last, and all that use exact reuse only.
+    """
+
+    audits: int = 0
+    pending: int = 0
+    dropped: int = 0
+    failed: int = 0
+    mean_kl: float = 0.0
+    max_kl: float = 0.0
+    first_token_agreement: float = 1.0
+    answer_agreement: float = 1.0
+    repair_ratio: float = 0.0
+    namespaces: Mapping[str, NamespaceAudits] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """Totals of an engine since it was made.
 
@@ -206,6 +250,7 @@ class EngineStats:
         chunks, stored_bytes, budget_bytes, pinned_bytes: state of the RAM store.
         evictions, rejections: chunks pushed out of, or refused by, the RAM store.
         disk: state of the store on disk; None without one.
+        audits: what audits found; None without `EngineConfig.audit_share`.
     """
 
     requests: int = 0
@@ -224,6 +269,7 @@ class EngineStats:
     evictions: int = 0
     rejections: int = 0
     disk: DiskStats | None = None
+    audits: AuditStats | None = None
 
 
 class Totals:
