@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from common import count_tokens, cpu_seconds, default_model, ingest, load_engine, machine, markdown, write
 from langchain_core.runnables import RunnableLambda
-from workload import PREAMBLES, items, passages, sample
+from workload import PREAMBLES, Item, items, passages, sample
 
 from kvboost_rag import Engine, EngineConfig, SamplingParams
 from langchain_kvboost import ChatKVBoost
@@ -44,21 +44,25 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--docs", type=int, default=4)
+    parser.add_argument("--collection", type=int, default=40, help="passages to ingest and to ask about")
     parser.add_argument("--long", type=int, default=16, help="documents of the long prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     engine = load_engine(args.model, args.dtype, store_prompts=False, served_share=0.0, max_num_seqs=args.requests)
     serial = Engine(engine.model, engine.tokenizer, EngineConfig(store_prompts=False, reuse="off", max_num_seqs=1))
-    pool = sample(passages(count_tokens(engine)), 60, args.seed)
+    pool = sample(passages(count_tokens(engine)), args.collection, args.seed)
     ingest(engine, pool, args.seed)
     rng = random.Random(args.seed)
     found: list[dict[str, Any]] = []
-    for number in range(args.rounds):
-        found += together(engine, pool, args, args.seed + number, rng)
-        found += beside(engine, serial, pool, args, args.seed + number, rng)
-        found.append(lone(engine, pool, args, args.seed + number))
-        print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
+    for seed in range(args.seed, args.seed + args.rounds):
+        for part in (
+            lambda seed=seed: together(engine, pool, args, seed, rng),
+            lambda seed=seed: beside(engine, serial, pool, args, seed, rng),
+            lambda seed=seed: [lone(engine, pool, args, seed)],
+        ):
+            found += part()
+            print(markdown(COLUMNS, summary(found)), file=sys.stderr)
     rows = summary(found)
     print(markdown(COLUMNS, rows))
     print(f"\n`{' '.join(sys.argv)}` on {machine()}")
@@ -107,7 +111,7 @@ def beside(
 ) -> list[dict[str, Any]]:
     """A short request alone, behind a long prompt, and behind a long answer; ours and one at a time."""
     short = [{"role": "user", "content": f"What is {seed} plus two?"}]
-    long = items(pool, 1, docs=args.long, seed=seed, preamble=PREAMBLES[0])[0].messages()
+    long = Item(PREAMBLES[0], tuple(pool[: args.long]), "What do these passages have in common?").messages()
     few, many = SamplingParams(max_tokens=4), SamplingParams(max_tokens=120)
     rows = []
     for name, chosen in rng.sample([("ours", engine), ("serial", serial)], 2):

@@ -16,6 +16,8 @@ from .model_spec import ModelSpec
 from .passes import CURRENT, AttentionProbe, PassMask, PassState
 from .scheduler import Turn, scheduler_of
 
+PIECE_ROWS = 512  # tokens of a pass that run at once
+
 
 class ModelRunner:
     """Runs passes of an unmodified model over a `RequestKV`, and decode steps over several. Thread-safe."""
@@ -63,6 +65,37 @@ class ModelRunner:
         Returns:
             Logits of the last row, float32 ``(vocab,)``; None if the pass ended early.
         """
+        if len(ids) > PIECE_ROWS and last_layer is None and probe is None and kv.before_write is None:
+            return self._in_pieces(kv, cache, ids, positions, hidden)
+        return self._pass(kv, cache, ids, positions, last_layer=last_layer, hidden=hidden, probe=probe)
+
+    def _in_pieces(
+        self, kv: RequestKV, cache: Any, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """A long pass: a layer of a piece is so short that others need not wait long for their turn; costs no more."""
+        lengths, logits = kv.lengths, None
+        try:
+            for first in range(0, len(ids), PIECE_ROWS):
+                rows = slice(first, first + PIECE_ROWS)
+                end = int(positions[rows][-1]) + 1  # a row sees nothing behind it, where slots may hold anything
+                kv.lengths = [end] * len(lengths)
+                seen = None if hidden is None else hidden[:end]
+                logits = self._pass(kv, cache, ids[rows], positions[rows], hidden=seen)
+        finally:
+            kv.lengths = lengths
+        return logits
+
+    def _pass(
+        self,
+        kv: RequestKV,
+        cache: Any,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        hidden: torch.Tensor | None,
+        last_layer: int | None = None,
+        probe: AttentionProbe | None = None,
+    ) -> torch.Tensor | None:
         total = kv.lengths[0]
         plain = hidden is None and len(ids) == total and probe is None
         masks = {} if plain and self._fits_windows(total) else self._masks(positions, total, hidden)

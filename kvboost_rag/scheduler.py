@@ -133,8 +133,8 @@ class Scheduler:
             yield None
             return
         turn = CURRENT_TURN.get() or Turn(size)
-        self._take(turn)
         try:
+            self._take(turn)
             yield turn
         finally:
             self._leave(turn)
@@ -147,8 +147,8 @@ class Scheduler:
             Cancelled: ``cancel`` was set.
         """
         turn = Turn(0.0, cancel)
-        self._take(turn)
         try:
+            self._take(turn)
             yield
         finally:
             self._leave(turn)
@@ -179,16 +179,19 @@ class Scheduler:
         if turn.cancelled:
             raise Cancelled
         started = time.perf_counter()
-        with self._mutex:
-            turn.thread = threading.get_ident()
-            if not turn.number:
-                self._numbers += 1
-                turn.number = self._numbers
-            turn.called.clear()
-            self._passes.append(turn)
-            self._dispatch()
         try:
+            with self._mutex:
+                turn.thread = threading.get_ident()
+                if not turn.number:
+                    self._numbers += 1
+                    turn.number = self._numbers
+                turn.called.clear()
+                self._passes.append(turn)
+                self._dispatch()
             self._wait(turn)
+        except BaseException:
+            self._withdraw(turn)
+            raise
         finally:
             turn.waited_s += time.perf_counter() - started
 
@@ -220,14 +223,18 @@ class Scheduler:
         if self._is_mine():  # inside `alone`
             return _opened(run([job])[0])
         step = _Step(decoding, job, time.perf_counter())
-        with self._mutex:
-            self._decoding.add(decoding)
-            decoding.late = False
-            self._steps.append(step)
-            self._dispatch()
-        self._wait(step)
-        if not step.done:
-            self._lead(step, run)
+        try:
+            with self._mutex:
+                self._decoding.add(decoding)
+                decoding.late = False
+                self._steps.append(step)
+                self._dispatch()
+            self._wait(step)
+            if not step.done:
+                self._lead(step, run)
+        except BaseException:  # this thread was interrupted; those in its batch did nothing wrong
+            self._withdraw(step)
+            raise
         return _opened(step.result)
 
     def leave(self, decoding: Decoding) -> None:
@@ -237,23 +244,16 @@ class Scheduler:
             self._dispatch()
 
     def _lead(self, leader: _Step, run: Run) -> None:
-        batch, finished = leader.batch, False
         started = time.perf_counter()
-        try:
-            for step, result in zip(batch, run([step.job for step in batch]), strict=True):
+        results = run([step.job for step in leader.batch])
+        with self._mutex:
+            self._stepped = time.perf_counter()
+            self._step_s = self._stepped - started
+            for step, result in zip(leader.batch, results, strict=True):
                 step.result, step.done = result, True
-            finished = True
-        finally:
-            with self._mutex:
-                if finished:
-                    self._stepped = time.perf_counter()
-                    self._step_s = self._stepped - started
-                    for step in batch:
-                        step.called.set()
-                else:  # this thread was interrupted; the others did nothing wrong
-                    self._steps[:0] = [step for step in batch if step is not leader]
-                self._holder = None
-                self._dispatch()
+                step.called.set()
+            self._holder = None
+            self._dispatch()
 
     def _ready(self) -> list[_Step]:
         """Steps to run now: all that can share a batch, once nobody is missing or has been waited for long enough."""
@@ -311,15 +311,11 @@ class Scheduler:
 
     def _wait(self, waiter: _Waiter) -> None:
         """Wait until the model is the waiter's, or its step is done."""
-        try:
-            while not (waiter.called.is_set() or waiter.called.wait(self._timeout(waiter))):
-                if waiter.cancelled and self._withdraw(waiter):
-                    raise Cancelled
-                with self._mutex:
-                    self._dispatch()  # steps may have waited for others long enough
-        except BaseException:
-            self._withdraw(waiter)
-            raise
+        while not (waiter.called.is_set() or waiter.called.wait(self._timeout(waiter))):
+            if waiter.cancelled and self._withdraw(waiter):
+                raise Cancelled
+            with self._mutex:
+                self._dispatch()  # steps may have waited for others long enough
 
     def _timeout(self, waiter: _Waiter) -> float:
         with self._mutex:

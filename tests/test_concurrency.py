@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import random
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ import pytest
 import torch
 
 from kvboost_rag import ConfigError, Engine, EngineClosedError, EngineConfig, RequestTimeoutError, SamplingParams
+from kvboost_rag.chunks import as_ids
+from kvboost_rag.planner import make_plan
+from kvboost_rag.repair import Recipe
 from tests.tiny import LIMIT, SERVED, engine_of, new_model, off_by, plain_answer, prompt_of, random_ids, text
 
 DOCUMENTS = [text(seed, 22) for seed in range(300, 306)]
@@ -545,3 +550,100 @@ def test_any_mix_of_requests_gives_the_answers_of_one_by_one(name: str, seed: in
     assert (engine._scheduler._passes, engine._scheduler._steps, engine._scheduler._decoding) == ([], [], set())
     assert engine._doors._free == 5
     assert engine._serving._sharing._all == []
+
+
+# ---- through LangChain -----------------------------------------------------------------------------------------------
+
+
+def _meeting_llm(kind: Any, engine: Engine, count: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A LangChain model whose answers only go on once so many of them have begun."""
+    meeting, plain = Meeting(count), kind.request_options
+
+    def options(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = plain(self, *args, **kwargs)
+        found["sampling"] = replace(found["sampling"], logits_processors=(meeting,))
+        return found
+
+    monkeypatch.setattr(kind, "request_options", options)
+    return kind(engine=engine, max_tokens=12)
+
+
+@pytest.mark.parametrize("name", ["ChatKVBoost", "KVBoostLLM"])
+@pytest.mark.parametrize("way", ["batch", "chain", "abatch"])
+def test_a_batch_of_chains_is_decoded_at_once_in_the_order_of_its_inputs(
+    name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    langchain_kvboost = pytest.importorskip("langchain_kvboost")
+    from langchain_core.output_parsers import StrOutputParser
+    from langchain_core.prompts import PromptTemplate
+
+    kind = getattr(langchain_kvboost, name)
+    engine = engine_of("llama", reuse="exact", store_prompts=False)
+    questions = [f"Which {word}?" for word in "river stone garden letter winter copper signal harbor".split()]
+    alone = kind(engine=engine, max_tokens=12) | StrOutputParser()
+    expected = [alone.invoke(question) for question in questions]
+    assert len(set(expected)) > 1
+    model = _meeting_llm(kind, engine, len(questions), monkeypatch)
+    if way == "abatch":
+        assert asyncio.run((model | StrOutputParser()).abatch(questions)) == expected
+    elif way == "batch":
+        assert [StrOutputParser().invoke(answer) for answer in model.batch(questions)] == expected
+    else:
+        chain = PromptTemplate.from_template("{question}") | model | StrOutputParser()
+        assert chain.batch([{"question": question} for question in questions]) == expected
+
+
+def test_a_limit_of_langchain_is_kept() -> None:
+    langchain_kvboost = pytest.importorskip("langchain_kvboost")
+    engine = engine_of("llama", reuse="exact", store_prompts=False)
+    model = langchain_kvboost.ChatKVBoost(engine=engine, max_tokens=12)
+    with Rows(engine.model) as rows:
+        assert len(model.batch(["Which river?"] * 4, {"max_concurrency": 1})) == 4
+    assert set(rows.of_steps) == {1}
+    assert model.batch([]) == []
+
+
+def test_work_at_once_ends_before_an_error_is_raised() -> None:
+    from kvboost_rag.frameworks import all_of
+    from kvboost_rag.frameworks import at_once as all_at_once
+
+    ended: list[int] = []
+
+    def work(number: int) -> int:
+        if number == 1:
+            raise ZeroDivisionError(number)
+        time.sleep(0.05)
+        ended.append(number)
+        return number
+
+    with pytest.raises(ZeroDivisionError):
+        all_at_once([lambda n=n: work(n) for n in range(4)], 4)  # type: ignore[misc]
+    assert sorted(ended) == [0, 2, 3]
+    assert all_at_once([lambda n=n: n for n in range(5)], 2) == [0, 1, 2, 3, 4]  # type: ignore[misc]
+
+    async def slow(number: int) -> int:
+        return await asyncio.to_thread(work, number)
+
+    ended.clear()
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(all_of([slow(number) for number in range(4)]))  # type: ignore[arg-type]
+    assert sorted(ended) == [0, 2, 3]
+
+
+def test_background_work_waits_while_anybody_is_answered() -> None:
+    engine = engine_of(new_model("llama"), reuse="exact", store_prompts=False)
+    executor, ids = engine._serving._executor, as_ids(random_ids(8, 77))
+    events: list[int] = []
+
+    def audit() -> None:
+        with engine._doors.background():
+            executor.run(ids, make_plan(len(ids), ()), {}, Recipe())
+
+    stream = engine.stream(PROMPTS[0], sampling=SamplingParams(max_tokens=40))
+    next(stream)
+    with at_layer(engine.model, 2, events.append), ThreadPoolExecutor(1) as pool:
+        audited = pool.submit(audit)
+        list(stream)
+        audited.result(30)
+    assert 77 in events
+    assert 1 not in events[events.index(77) :]

@@ -15,6 +15,7 @@ from tests.tiny import (
     LIMIT,
     SERVED,
     SLIDING,
+    Forwards,
     engine_of,
     kl,
     model_of,
@@ -43,6 +44,22 @@ def test_a_cold_prompt_gives_plain_logits_and_answer(name: str) -> None:
     assert cold.cache.get_seq_length() == len(ids)
     answer = engine.generate(ids, reuse="off", sampling=FIRST)
     assert list(answer.token_ids) == plain_answer(engine.model, ids, 6)
+
+
+@every_family
+def test_a_long_pass_in_pieces_gives_plain_logits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost_rag.runner.PIECE_ROWS", 32)
+    engine = engine_of(name, repair_ratio=1.0, store_prompts=False)
+    ids = random_ids(1, 90)
+    with Forwards(engine.model) as forwards:
+        cold = engine.prefill(ids)
+    assert forwards.rows == [32, 32, 26]
+    assert off_by(engine, cold) < LIMIT
+    engine.warm(DOCUMENTS)
+    moved = engine.prefill(REORDERED)
+    assert moved.usage.approximate_tokens > 80
+    assert off_by(engine, moved) < LIMIT
+    assert moved.cache.get_seq_length() == moved.usage.prompt_tokens
 
 
 @every_family

@@ -22,7 +22,7 @@ from .ordering import PrefixOrders
 from .records import Records, Turns
 from .turns import Asked, ReplyPieces, ask, ask_text, warm_tools
 from .usage import cached_tokens, finish_reason, reuse_of
-from .waiting import finished, off_loop, settled
+from .waiting import all_of, at_once, finished, off_loop, settled
 
 __all__ = [
     "BATCH_DOCUMENTS",
@@ -39,8 +39,10 @@ __all__ = [
     "TextWarmer",
     "Turns",
     "add_reports",
+    "all_of",
     "ask",
     "ask_text",
+    "at_once",
     "awarm_all",
     "cached_tokens",
     "check_engine",

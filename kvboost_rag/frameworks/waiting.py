@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def at_once(work: Sequence[Callable[[], T]], threads: int) -> list[T]:
+    """Run all, so many at a time, each in a copy of this context; raises at the end what the first to fail raised."""
+    if len(work) == 1:
+        return [work[0]()]
+    with ThreadPoolExecutor(max(1, min(threads, len(work))), thread_name_prefix="kvboost-batch") as pool:
+        return [done.result() for done in [pool.submit(copy_context().run, one) for one in work]]
+
+
+async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all at once; when one fails or the task is cancelled, not before all are done."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results  # type: ignore[return-value]
 
 
 async def off_loop(work: Callable[[], T]) -> T:

@@ -12,7 +12,8 @@ from langchain_core.language_models import BaseChatModel, LanguageModelInput, Mo
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable
+from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.config import get_config_list
 from pydantic import BaseModel
 
 from kvboost_rag import ConfigError, Delta, Generation, WarmReport
@@ -63,6 +64,22 @@ class ChatKVBoost(LangChainOptions, BaseChatModel):
     """Whether the last streamed piece carries the usage; may be given per call."""
 
     model_config = STRICT
+
+    def batch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        """See `Runnable.batch`; without `max_concurrency`, as many at once as the engine decodes in one batch."""
+        if not inputs:
+            return []
+        threads = self.get_engine().config.max_num_seqs
+        configs = [
+            RunnableConfig(**{**one, "max_concurrency": one.get("max_concurrency") or threads})
+            for one in get_config_list(config, len(inputs))
+        ]
+        return super().batch(inputs, configs, **kwargs)
 
     @property
     def _llm_type(self) -> str:

@@ -13,7 +13,7 @@ from langchain_core.outputs import Generation as TextGeneration
 from langchain_core.outputs import GenerationChunk, LLMResult
 
 from kvboost_rag import Generation
-from kvboost_rag.frameworks import Asked, ask_text, off_loop
+from kvboost_rag.frameworks import Asked, all_of, ask_text, at_once, off_loop
 
 from .errors import translated
 from .messages import response_metadata, usage_metadata
@@ -87,7 +87,9 @@ class KVBoostLLM(LangChainOptions, BaseLLM):
             pieces = [list(self._stream(prompt, stop, run_manager, **kwargs)) for prompt in prompts]
             return self._llm_result([_joined(answer) for answer in pieces])
         with translated():
-            answers = [ask_text(self, prompt, stop=stop, call=kwargs).generate() for prompt in prompts]
+            asked = [ask_text(self, prompt, stop=stop, call=kwargs) for prompt in prompts]
+            threads = self.get_engine().config.max_num_seqs
+            answers = at_once([one.generate for one in asked], threads)
         return self._llm_result([self._text(answer) for answer in answers])
 
     async def _agenerate(
@@ -102,7 +104,7 @@ class KVBoostLLM(LangChainOptions, BaseLLM):
             return self._llm_result([_joined([piece async for piece in stream]) for stream in streams])
         with translated():
             asked = [await self._asked_async(prompt, stop, kwargs) for prompt in prompts]
-            answers = [await one.agenerate() for one in asked]
+            answers = await all_of([one.agenerate() for one in asked])
         return self._llm_result([self._text(answer) for answer in answers])
 
     def _stream(
