@@ -296,9 +296,10 @@ class Auditor:
         # No KL is negative: once the sum is beyond what a full window may have, what is still to come cannot mend it.
         if self._bound is None or namespace in self._exact or not math.fsum(latest) > self._bound * self._window:
             return None
+        total, most = math.fsum(latest), self._bound * self._window
         reason = self._exact[namespace] = (
-            f"audits found too much drift: mean KL from full recompute is {_mean(latest):.3g} nats over the last "
-            f"{len(latest)} audits, audit_bound={self._bound:g} over {self._window}; engine.resume(namespace) allows "
+            f"audits found too much drift: KL from full recompute adds up to {total:.3g} nats in {len(latest)} of "
+            f"{self._window} audits, where audit_bound={self._bound:g} allows {most:.3g}; engine.resume(namespace) allows "
             "approximate reuse again, after raising repair_ratio or audit_bound, or warming the documents together"
         )
         return reason

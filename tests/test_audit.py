@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -173,7 +175,7 @@ def test_drift_switches_its_namespace_and_no_other(make: Any, caplog: pytest.Log
     last = engine.prefill(prompts(7)[6], namespace="a")
     assert last.usage.approximate_tokens == 0
     assert last.fallback_reason is not None
-    for figure in ("0.0001", "nats", "engine.resume"):
+    for figure in ("audit_bound=0.0001", "of 4", "nats", "engine.resume"):
         assert figure in last.fallback_reason
     assert [record.getMessage() for record in caplog.records if "'a'" in record.getMessage()] == [
         f"namespace 'a' uses exact reuse only from now on: {last.fallback_reason}"
@@ -408,6 +410,21 @@ def test_an_engine_that_nobody_closed_can_be_collected() -> None:
     del engine
     gc.collect()
     assert watch() is None
+
+
+@pytest.mark.slow
+def test_a_process_ends_in_the_middle_of_audits() -> None:
+    code = (
+        "from tests.tiny import engine_of, prompt_of, text\n"
+        "documents = [text(seed, 60) for seed in range(6)]\n"
+        "engine = engine_of(repair='none', audit_share=1.0)\n"
+        "engine.warm(documents)\n"
+        "for i in range(6): engine.prefill(prompt_of(documents[i:] + documents[:i], question=str(i)))\n"
+        "print(engine.stats().audits.pending)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert int(done.stdout) > 0
+    assert "Error" not in done.stderr
 
 
 # Values
