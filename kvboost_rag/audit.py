@@ -124,8 +124,9 @@ class Auditor:
         return (mode, None) if reason is None else ("exact", reason)
 
     def resume(self, namespace: str) -> bool:
-        """Let a namespace use approximate reuse again; whether it could not."""
+        """Let a namespace use approximate reuse again, and count its audits anew; whether it could not."""
         with self._lock:
+            self._seen.pop(namespace, None)
             self._latest.pop(namespace, None)
             return self._exact.pop(namespace, None) is not None
 
@@ -299,8 +300,8 @@ class Auditor:
         total, most = math.fsum(latest), self._bound * self._window
         reason = self._exact[namespace] = (
             f"audits found too much drift: KL from full recompute adds up to {total:.3g} nats in {len(latest)} of "
-            f"{self._window} audits, where audit_bound={self._bound:g} allows {most:.3g}; engine.resume(namespace) allows "
-            "approximate reuse again, after raising repair_ratio or audit_bound, or warming the documents together"
+            f"{self._window} audits, where audit_bound={self._bound:g} allows {most:.3g}; engine.resume(namespace) "
+            "allows approximate reuse again, after you raise repair_ratio or audit_bound, or warm documents together"
         )
         return reason
 

@@ -259,10 +259,11 @@ class Engine:
     def clear(self, namespace: str | None = None) -> int:
         """Drop every chunk of a namespace (the configured one by default); returns how many.
 
-        A request that is running now keeps nothing.
+        A request that is running now keeps nothing. Its audits begin anew (see `resume`).
         """
         name = self._scope(namespace).namespace
         self._keep_nothing_of(name)
+        self._auditor.resume(name)
         return self._library.delete([header.key for header in self._library.headers_in(name)])
 
     def stats(self) -> EngineStats:

@@ -216,6 +216,17 @@ def test_the_way_back(make: Any) -> None:
     assert engine.prefill(prompts(5)[4], namespace="a").usage.approximate_tokens > 0
 
 
+def test_a_cleared_namespace_begins_anew_and_leaves_no_name(make: Any) -> None:
+    engine = drifting(make, audit_window=1)
+    engine.prefill(prompts(1)[0], namespace="a")
+    assert list(audits(engine).namespaces) == ["a"]
+    engine.clear("a")
+    assert audits(engine).namespaces == {}
+    assert not engine._auditor._seen
+    engine.warm(DOCUMENTS, namespace="a")
+    assert engine.prefill(prompts(1)[0], namespace="a").usage.approximate_tokens > 0
+
+
 def test_a_window_within_the_bound_stays_approximate(make: Any) -> None:
     engine = drifting(make, audit_bound=1e9)
     for prompt in prompts(8):
