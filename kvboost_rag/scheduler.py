@@ -7,9 +7,10 @@ thread of its own, so there is nothing to end when an engine is closed, and a lo
 - A **step** is one token of one answer. Steps of all requests that are decoding are gathered and run by the thread of
   one of them, together.
 
-While both wait, they share the model half and half, so reading a long prompt stalls nobody's answer, and answers do not
-keep a new prompt waiting. Among passes the smallest comes first; every fourth turn belongs to the oldest, which
-therefore ends, too.
+While both wait, passes get at least half of the time, and more the more of them wait and the fewer are decoding: a step
+costs about the same for one as for many, so answers that begin together had better decode together. Still, reading a
+long prompt stalls nobody's answer for long. Among passes the smallest comes first; every fourth turn belongs to the
+oldest, which therefore ends, too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ PATIENCE_S = 0.05  # whoever waits looks so often whether it was cancelled
 SLICE_S = 0.05  # a pass of another request of the same size waits for no longer than this, and a layer
 GATHER_SHARE = 0.5  # of a step: so long do steps wait for requests that are still choosing their last token,
 GATHER_LEAST_S = 0.01  # and at least so long; a request that comes later is not waited for until it has come
+PASS_WEIGHT = 3.0  # of a request that wants a pass, against one that is decoding, in the model's time
+STALL_S = 0.5  # longest that steps wait for passes, beside one layer, unless a step itself takes longer
 OLDEST_EVERY = 4
 
 Run: TypeAlias = Callable[[Sequence[Any]], Sequence[Any]]
@@ -103,7 +106,6 @@ class Scheduler:
         self._decoding: set[Decoding] = set()
         self._numbers = 0
         self._contested = 0  # turns that more than one pass wanted
-        self._pass_was_last = False
         self._began = 0.0  # when the holder got the model
         self._step_s = 0.0  # of the latest step
         self._stepped = 0.0  # when it ended
@@ -160,10 +162,10 @@ class Scheduler:
         with self._mutex:
             if turn.background:
                 return True
-            spent = time.perf_counter() - self._began
-            if spent >= self._step_s and self._ready():
+            if self._steps_are_due() and self._ready():
                 return True
             others = [other for other in self._passes if not other.background]
+            spent = time.perf_counter() - self._began
             return bool(others) and (spent >= SLICE_S or min(other.size for other in others) < turn.size)
 
     def give_way(self, turn: Turn) -> None:
@@ -282,19 +284,25 @@ class Scheduler:
         if self._holder is not None:
             return
         batch, turn = self._ready(), self._next_pass()
-        if batch and (turn is None or turn.background or self._pass_was_last):
+        if batch and (turn is None or turn.background or self._steps_are_due()):
             self._steps = [step for step in self._steps if step not in batch]
             for decoding in self._missing(batch[0].decoding.key, batch):
                 decoding.late = True
             batch[0].batch = batch
-            self._grant(batch[0], of_pass=False)
+            self._grant(batch[0])
         elif turn is not None:
             self._passes.remove(turn)
-            self._grant(turn, of_pass=True)
+            self._grant(turn)
 
-    def _grant(self, waiter: _Waiter, *, of_pass: bool) -> None:
-        self._holder, self._pass_was_last, self._began = waiter, of_pass, time.perf_counter()
+    def _grant(self, waiter: _Waiter) -> None:
+        self._holder, self._began = waiter, time.perf_counter()
         waiter.called.set()
+
+    def _steps_are_due(self) -> bool:
+        """Whether passes have had their share of the time since the latest step."""
+        passes = sum(not turn.background for turn in self._passes) + isinstance(self._holder, Turn)
+        share = min(PASS_WEIGHT * passes / max(len(self._decoding), 1) * self._step_s, STALL_S)
+        return time.perf_counter() - self._stepped >= max(share, self._step_s)
 
     def _next_pass(self) -> Turn | None:
         waiting = [turn for turn in self._passes if not turn.background]

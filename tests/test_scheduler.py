@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvboost_rag.kv import Cancelled
-from kvboost_rag.scheduler import GATHER_LEAST_S, Decoding, Scheduler, Turn
+from kvboost_rag.scheduler import GATHER_LEAST_S, STALL_S, Decoding, Scheduler, Turn
 
 WAIT_S = 30.0
 
@@ -317,11 +317,27 @@ def test_answers_and_a_long_prompt_share_the_model(pool: ThreadPoolExecutor) -> 
     answering = pool.submit(answer)
     until(lambda: "step" in log)
     pool.submit(read).result(WAIT_S)
-    assert answering.result(WAIT_S) >= 10
+    assert answering.result(WAIT_S) >= 5
     between = "".join("s" if entry == "step" else "l" for entry in log[log.index("layer") :])
     assert (
         max(map(len, between.split("l"))) <= 2
     )  # the prompt never waits for more than a step, but for the odd slow one
+
+
+@pytest.mark.parametrize(
+    ("passes", "decoding", "step_s", "share_s"),
+    [(1, 1, 0.1, 0.3), (4, 4, 0.1, 0.3), (1, 7, 0.1, 0.1), (7, 1, 0.1, STALL_S), (7, 1, 0.01, 0.21), (1, 1, 2.0, 2.0)],
+)
+def test_passes_get_more_of_the_time_the_more_of_them_wait(
+    passes: int, decoding: int, step_s: float, share_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = Scheduler()
+    scheduler._passes = [Turn(1.0) for _ in range(passes)] + [Turn(1.0, background=True)]
+    scheduler._decoding = {Decoding("model", None) for _ in range(decoding)}
+    scheduler._step_s, scheduler._stepped = step_s, 0.0
+    for now, due in ((0.9 * share_s, False), (1.1 * share_s, True)):
+        monkeypatch.setattr(time, "perf_counter", lambda now=now: now)
+        assert scheduler._steps_are_due() is due
 
 
 def test_a_pass_that_is_cancelled_while_others_run_leaves_the_model_to_them(pool: ThreadPoolExecutor) -> None:
