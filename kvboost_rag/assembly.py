@@ -95,7 +95,7 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     encoder = PromptEncoder(tokenizer, markers=config.markers, vocabulary=vocabulary)
     identity = fingerprint(model, tokenizer, codec.name)
-    executor = Executor(runner, rope)
+    executor = Executor(runner, rope, cuts=checked is not None and checked.can_cut)
     checked_codec = None
     if not codec.lossless:  # before anything is opened
         checked_codec = check_codec(executor, None if tokenizer is None else encoder, config, codec, identity)

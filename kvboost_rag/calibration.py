@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from .calibration_text import ORDERS, PASSAGES, PROMPT, QUESTIONS
-from .chunks import ChunkHeader, IntArray, Scope
-from .config import PACK_SEPARATOR, EngineConfig
+from .chunks import IntArray, Scope, header_of
+from .config import LEAD_TOKENS, PACK_SEPARATOR, EngineConfig
 from .costs import CostModel
 from .hf import cache_over
 from .index import ChunkIndex
 from .kv import StoredRun
+from .packing import PackEncoding
 from .planner import make_plan
 from .prefill import Executor
 from .prompts import PromptEncoder
@@ -35,7 +35,7 @@ LIMIT_S = 60.0  # a model for which the calibration would take longer at load ge
 CANDIDATES = tuple((selector, offset) for selector in ("query", "deviation") for offset in (0.5, 0.0))
 DEFAULT = CANDIDATES[0]  # as near as deviation over the answer, and nearer at its first token (docs/accuracy.md)
 MARGIN = 0.75  # two prompts are a small sample: the default stays unless another is clearly better
-_VERSION = 2
+_VERSION = 3
 
 
 def measure_costs(runner: ModelRunner, rope: Rope | None, codec: Codec) -> CostModel:
@@ -139,13 +139,14 @@ class Calibrator:
         codec = codec_for(self._config.kv_bits)  # what it loses adds to what repair leaves
         separator = self._encoder.encode_text(PACK_SEPARATOR)
         documents = [self._encoder.encode_text(passage) for passage in PASSAGES]
-        growing = self._executor.grow(2 * sum(map(len, documents)))
-        for number, ids in enumerate((*documents, documents[0])):  # as `warming` does it
-            start = growing.extend(np.concatenate([separator, ids])) + len(separator)
-            if number:
-                header = ChunkHeader.of(_SCOPE, ids, base=start, history=growing.ids[:start], origin="warm")
+        lead, orders = documents[-1][-LEAD_TOKENS:], self._config.pack_orders  # as `warming` does it
+        encoding = PackEncoding(self._executor, lead, documents, separator=separator, orders=orders)
+        for done in encoding.steps():
+            if done is not None:
+                start, end = encoding.starts[done], encoding.starts[done] + len(documents[done])
+                header = header_of(_SCOPE, encoding.ids, start, end, "warm", exact=encoding.exact)
                 index.add(header)
-                stored[header.key] = codec.encode(growing.kv, start, start + len(ids), self._executor.rope)
+                stored[header.key] = codec.encode(encoding.kv, start, end, self._executor.rope)
         return index, stored
 
     def _path(self, fingerprint: str, base: Recipe) -> Path | None:

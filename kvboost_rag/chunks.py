@@ -162,6 +162,15 @@ class ChunkHeader:
         return len(self.tokens)
 
 
+def header_of(
+    scope: Scope, sequence: IntArray, start: int, end: int, origin: Origin, *, exact: bool = True
+) -> ChunkHeader:
+    """Header of ``sequence[start:end]``; if ``exact``, computed behind ``sequence[:start]``."""
+    before = sequence[:start]
+    history, behind = (before, None) if exact else (None, before)
+    return ChunkHeader.of(scope, sequence[start:end], base=start, history=history, origin=origin, behind=behind)
+
+
 @dataclass(frozen=True, slots=True)
 class Hit:
     """A run of the prompt that equals a run of a stored chunk, verified id by id.

@@ -66,7 +66,9 @@ class CostModel:
             picked = sum(budgets(recipe, plan.runs))
         if recipe.probe == "deviation":
             seconds += self.pass_cost(moved + fresh, n / 2, share=0.1)
-        elif recipe.probe == "query":
+        elif recipe.probe == "query" and recipe.rerun:
             seconds += self.pass_cost(min(fresh, 128), seen, share=recipe.probe_to)
+        elif recipe.probe == "query":
+            seconds += self.pass_s  # of the tokens that catch up
         rows = min(fresh + floor + picked, n - plan.exact_end)
         return seconds + self.pass_cost(rows, seen)

@@ -244,13 +244,13 @@ class Engine:
     def forget(self, texts: str | Sequence[str], *, namespace: str | None = None) -> int:
         """Drop every chunk that holds a document, warmed or seen inside prompts; returns how many.
 
-        KV has seen what stood in front of it, so documents of a pack that were encoded behind a forgotten one go too.
+        KV has seen what stood in front of it, so documents that were encoded in one pack with a forgotten one go too.
         Chunks of other documents that share only a passage with it stay. A request that is running now keeps nothing.
         """
         name = self._scope(namespace).namespace
-        self._keep_nothing_of(name)
         documents = as_texts(texts)
         encoded = [self._encoder.encode_text(text) for text in documents]
+        self._keep_nothing_of(name, encoded)
         # The first token of a short text, which is searched as a whole, has a space in it inside a sentence.
         short = [text for text, ids in zip(documents, encoded, strict=True) if len(ids) < ANCHOR_TOKENS]
         encoded += [self._encoder.encode_text(f" {text}") for text in short]
@@ -337,9 +337,9 @@ class Engine:
         self._live.add(request)
         return request
 
-    def _keep_nothing_of(self, namespace: str) -> None:
+    def _keep_nothing_of(self, namespace: str, forgotten: Sequence[IntArray] = ()) -> None:
         """What runs now has seen what is being forgotten, and what is warmed next must not."""
-        self._warmer.part_company(namespace)
+        self._warmer.part_company(namespace, forgotten)
         self._live.keep_nothing_of(namespace)
         self._auditor.drop(namespace)
 

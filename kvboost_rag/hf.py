@@ -215,7 +215,7 @@ def _kvboost_attention(
     probe = state.probe
     if probe is not None and mask is not None and module.layer_idx in probe.layers:
         probe.mass[module.layer_idx] = attention_mass(query, key, mask, probe.rows, scale)
-        if len(probe.mass) == len(probe.layers):
+        if probe.ends_pass and len(probe.mass) == len(probe.layers):
             raise EndOfPass
     if state.fallback is not None or unusual or (mask is None and attention_mask is not None):
         run = state.fallback or eager_attention(module)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .chunking import BreakFinder, Tiles, cuts, prompt_cuts
-from .chunks import ChunkHeader, IntArray, Origin, Scope, as_ids
+from .chunks import ChunkHeader, IntArray, Scope, as_ids, header_of
 from .config import ANCHOR_TOKENS, EngineConfig
 from .kv import RequestKV, StoredRun
 from .library import Library
@@ -119,12 +119,3 @@ class Keeper:
             breaks=self._breaks,
             max_tokens=self._window,
         )
-
-
-def header_of(
-    scope: Scope, sequence: IntArray, start: int, end: int, origin: Origin, *, exact: bool = True
-) -> ChunkHeader:
-    """Header of ``sequence[start:end]``; if ``exact``, computed behind ``sequence[:start]``."""
-    before = sequence[:start]
-    history, behind = (before, None) if exact else (None, before)
-    return ChunkHeader.of(scope, sequence[start:end], base=start, history=history, origin=origin, behind=behind)

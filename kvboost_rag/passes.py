@@ -108,11 +108,13 @@ class AttentionProbe:
         rows: indices of the rows in the pass, int64 ``(r,)``.
         layers: layers that count.
         mass: filled by the pass, one float32 ``(kv,)`` per layer.
+        ends_pass: whether the pass ends once all layers that count are seen.
     """
 
     rows: torch.Tensor
     layers: frozenset[int]
     mass: dict[int, torch.Tensor] = field(default_factory=dict)
+    ends_pass: bool = True
 
 
 @dataclass(slots=True, eq=False)

@@ -154,11 +154,9 @@ def _runs(segments: Sequence[Segment], headers: Mapping[str, ChunkHeader]) -> tu
 
 
 def _continues(a: Segment, b: Segment, headers: Mapping[str, ChunkHeader]) -> bool:
-    """Whether b's KV was computed right behind a's, in the same pass: then no seam lies between them."""
+    """Whether b's KV was computed right behind a's, behind the same ids: then no seam lies between them."""
     if a.end != b.start or a.delta != b.delta or a.key is None or b.key is None:
         return False
     first, second = headers[a.key], headers[b.key]
-    if second.history is None or first.history is None:
-        return a.key == b.key
     before = b.start - b.delta
     return bool(np.array_equal(first.seen[:before], second.seen[:before]))

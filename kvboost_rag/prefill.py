@@ -22,6 +22,7 @@ from .runner import ModelRunner
 
 PROBE_ROWS = 64  # last new tokens whose attention counts: the question and the turn's end
 PROJECTION_SHARE = 0.25  # of a layer that runs only up to its queries, keys and values, or to the scores
+MOST_JOINING = 512  # more new tokens do not wait in the middle of the depth: long passes run in pieces
 LEADING_ROWS = 32  # a longer new preamble runs once, in a pass of its own, instead of in both passes
 
 
@@ -48,10 +49,16 @@ class Executed:
 
 
 class Executor:
-    """Runs plans of one model. Not thread-safe: one request at a time."""
+    """Runs plans of one model.
 
-    def __init__(self, runner: ModelRunner, rope: Rope | None) -> None:
-        self.runner, self.rope = runner, rope
+    Args:
+        runner: of the model.
+        rope: its rotation; None where nothing is moved.
+        cuts: whether a pass may stop at a layer and go on from there, see `SelfCheck.can_cut`.
+    """
+
+    def __init__(self, runner: ModelRunner, rope: Rope | None, *, cuts: bool = False) -> None:
+        self.runner, self.rope, self.cuts = runner, rope, cuts
 
     def run(
         self,
@@ -73,7 +80,7 @@ class Executor:
             room: tokens of capacity to leave behind the prompt.
             cancelled: asked at every layer, also while decoding later on; true raises `Cancelled`.
         """
-        return _Request(self.runner, self.rope, ids, plan, recipe).run(chunks, room, cancelled)
+        return _Request(self, ids, plan, recipe).run(chunks, room, cancelled)
 
     def grow(self, capacity: int) -> Growing:
         """An empty sequence with room for ``capacity`` tokens."""
@@ -108,14 +115,26 @@ class Growing:
 class _Request:
     """The state of one execution, so that each step reads as one line."""
 
-    def __init__(self, runner: ModelRunner, rope: Rope | None, ids: IntArray, plan: Plan, recipe: Recipe) -> None:
-        self.runner, self.rope, self.plan, self.recipe = runner, rope, plan, recipe
-        self.device = runner.spec.device
+    def __init__(self, executor: Executor, ids: IntArray, plan: Plan, recipe: Recipe) -> None:
+        self.runner, self.rope, self.plan, self.recipe = executor.runner, executor.rope, plan, recipe
+        self.device = self.runner.spec.device
         self.ids = torch.from_numpy(ids.astype(np.int64)).to(self.device)
         self.charged = 0.0
         self.model_s = 0.0
         self.new = np.concatenate(
             [np.empty(0, np.int64), *[np.arange(s.start, s.end) for s in plan.segments if s.kind == "compute"]]
+        )
+        depth = self.runner.spec.layers
+        self.band = range(
+            min(math.floor(recipe.probe_from * depth), depth - 1), max(1, math.ceil(recipe.probe_to * depth))
+        )
+        self.joins = (
+            executor.cuts
+            and recipe.probe == "query"
+            and not recipe.rerun
+            and bool(plan.runs)
+            and self.band.stop < depth
+            and len(self.new) <= MOST_JOINING
         )
 
     def run(self, chunks: Mapping[str, StoredRun], room: int, cancelled: Callable[[], bool] | None) -> Executed:
@@ -139,24 +158,65 @@ class _Request:
                 self.kv.clear(segment.start, segment.end)
         _synchronise(self.device)
         load_s = time.perf_counter() - started
+        logits, repaired = self._joining() if self.joins else self._probing()
+        return Executed(self.kv, self.cache, logits, self.charged, repaired, load_s, self.model_s)
+
+    def _probing(self) -> tuple[torch.Tensor, Positions]:
+        """A probe, if the recipe needs one, then one pass over everything that is to be computed."""
         new = self._leading_pass()
         scores = self._probe(new)
         repaired = choose(self.recipe, self.plan.runs, scores)
         rows = np.union1d(new, repaired)
-        hook = self._offset_hook(rows, repaired) if scores is not None and self.recipe.offset else None
-        self.kv.before_write = hook
+        if scores is not None:
+            self._offset_from(rows, repaired)
         logits = self._pass(rows)
         self._charge(len(rows))
         self.kv.before_write = None
         assert logits is not None
-        return Executed(self.kv, self.cache, logits, self.charged, repaired, load_s, self.model_s)
+        return logits, repaired
+
+    def _joining(self) -> tuple[torch.Tensor, Positions]:
+        """One pass over everything that is to be computed; what is chosen in its middle catches up there."""
+        layer = self.band.stop
+        floor = floor_positions(self.plan.runs, self.recipe.floor_tokens)
+        first = np.union1d(self.new, floor)
+        probe = self._attention_of(self.new[self.new >= self.plan.pure_until][-PROBE_ROWS:], first, ends_pass=False)
+        waiting = self._up_to(layer, first, probe)
+        repaired = choose(self.recipe, self.plan.runs, _mass(probe))
+        chosen = np.setdiff1d(repaired, floor)
+        rows = np.union1d(first, repaired)
+        if len(chosen):
+            # The last token runs again behind them, as it will when the prompt comes again and is taken as served.
+            behind = np.append(chosen, first[-1])
+            self._offset_from(behind, chosen)
+            caught_up = self._up_to(layer, behind)
+            self._charge(1, layer - PROJECTION_SHARE)
+            order = torch.from_numpy(np.argsort(np.concatenate([first[:-1], behind]), kind="stable")).to(self.device)
+            waiting = torch.cat([waiting[:-1], caught_up])[order]
+            self._offset_from(rows, chosen)
+        started = time.perf_counter()
+        logits = self.runner.run_from(layer, self.kv, self.cache, waiting, torch.from_numpy(rows).to(self.device))
+        self._count(started)
+        self._charge(len(rows))
+        self.kv.before_write = None
+        return logits, repaired
+
+    def _up_to(self, layer: int, rows: Positions, probe: AttentionProbe | None = None) -> torch.Tensor:
+        started = time.perf_counter()
+        positions = torch.from_numpy(rows).to(self.device)
+        states = self.runner.run_up_to(layer, self.kv, self.cache, self.ids[positions], positions, probe=probe)
+        self._count(started)
+        return states
+
+    def _count(self, started: float) -> None:
+        _synchronise(self.device)
+        self.model_s += time.perf_counter() - started
 
     def _pass(self, rows: Positions, *, last_layer: int | None = None, **options: Any) -> torch.Tensor | None:
         started = time.perf_counter()
         positions = torch.from_numpy(rows).to(self.device)
         logits = self.runner.run(self.kv, self.cache, self.ids[positions], positions, last_layer=last_layer, **options)
-        _synchronise(self.device)
-        self.model_s += time.perf_counter() - started
+        self._count(started)
         return logits
 
     def _charge(self, rows: int, last_layer: int | None = None) -> None:
@@ -193,19 +253,20 @@ class _Request:
         return self._query(new)
 
     def _query(self, new: Positions) -> Scores:
-        """Attention of the last new tokens over the moved cache, summed over a band of layers."""
-        depth = self.runner.spec.layers
-        low, high = math.floor(self.recipe.probe_from * depth), max(1, math.ceil(self.recipe.probe_to * depth))
+        """Attention of the last new tokens over the moved cache, in a pass of their own."""
         asking = new[new >= self.plan.pure_until][-PROBE_ROWS:]
         leading = new[new < self.plan.pure_until]
         rows = np.concatenate([leading, asking])  # the runs' first tokens beside them change nothing, measured
-        probe = AttentionProbe(
-            torch.from_numpy(np.searchsorted(rows, asking)).to(self.device), frozenset(range(min(low, high - 1), high))
-        )
+        probe = self._attention_of(asking, rows)
         hidden = self._unfilled(rows)
         self._pass(rows, hidden=hidden if bool(hidden.any()) else None, probe=probe)
-        self._charge(len(rows), high - 1)
-        return torch.stack([*probe.mass.values()]).sum(0).cpu().numpy()
+        self._charge(len(rows), self.band.stop - 1)
+        return _mass(probe)
+
+    def _attention_of(self, asking: Positions, rows: Positions, *, ends_pass: bool = True) -> AttentionProbe:
+        """Collects what some rows of a pass attend to, in the band of layers that counts."""
+        index = torch.from_numpy(np.searchsorted(rows, asking)).to(self.device)
+        return AttentionProbe(index, frozenset(self.band), ends_pass=ends_pass)
 
     def _deviation(self, new: Positions) -> Scores:
         """Change of K and V in a first layer when every token runs in the new context."""
@@ -226,9 +287,16 @@ class _Request:
         self.kv.before_write = None
         return found.cpu().numpy()
 
-    def _offset_hook(self, rows: Positions, repaired: Positions) -> Any:
-        floor = floor_positions(self.plan.runs, self.recipe.floor_tokens)
-        return _MeanOffset(self, rows, np.setdiff1d(repaired, floor))
+    def _offset_from(self, rows: Positions, repaired: Positions) -> None:
+        """Let the next pass, of ``rows``, shift what is not repaired by what the repaired tokens in it change."""
+        if self.recipe.offset:
+            floor = floor_positions(self.plan.runs, self.recipe.floor_tokens)
+            self.kv.before_write = _MeanOffset(self, rows, np.setdiff1d(repaired, floor))
+
+
+def _mass(probe: AttentionProbe) -> Scores:
+    """Attention to each position, summed over layers, float32 ``(prompt,)``."""
+    return torch.stack([*probe.mass.values()]).sum(0).cpu().numpy()
 
 
 class _MeanOffset:

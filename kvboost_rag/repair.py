@@ -44,18 +44,22 @@ class Recipe:
         window_tokens: seam window of "selective".
         probe_from, probe_to: band of layers, as shares of the depth, whose attention counts for "query"; the probe
             runs only up to the scores of the last of them.
+        rerun: whether the new tokens, which "query" ran up to the end of that band to see what they attend to, run
+            again with the chosen tokens from the first layer on. Otherwise they wait there until the chosen tokens have
+            caught up, and all go on together: cheaper by the probe, and a little less near.
         deviation_layer: layer whose keys and values the deviation probe compares; it runs no further.
         offset: weight of the mean (fresh − stale) of a run's recomputed tokens that is added to its other tokens.
     """
 
     strategy: Literal["none", "selective", "cacheblend"] = "cacheblend"
     selector: str = "query"
-    ratio: float = 0.05
-    least_tokens: int = 12
+    ratio: float = 0.02
+    least_tokens: int = 4
     floor_tokens: int = 4
     window_tokens: int = 16
     probe_from: float = 0.4
     probe_to: float = 0.6
+    rerun: bool = False
     deviation_layer: int = 1
     offset: float = 0.5
 

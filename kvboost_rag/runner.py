@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .batching import CURRENT_BATCH, Batch
+from .depth import Depth
 from .hf import ATTENTION_NAME, cache_argument, cache_over_batch, eager_attention
 from .kv import EndOfPass, RequestKV
 from .model_spec import ModelSpec
@@ -27,6 +28,7 @@ class ModelRunner:
         self.decoder = model.get_decoder()
         self.scheduler = scheduler_of(model)
         self.cache_argument = cache_argument(model)
+        self._depth = Depth(model, spec.layers)
         # Weights that are moved in and out layer by layer are where a forward expects them in that forward only.
         placed = getattr(model, "hf_device_map", None) or {}
         self._gives_way = not {"cpu", "disk"} & {str(place) for place in placed.values()} or len(set(placed)) == 1
@@ -69,6 +71,36 @@ class ModelRunner:
             return self._in_pieces(kv, cache, ids, positions, hidden)
         return self._pass(kv, cache, ids, positions, last_layer=last_layer, hidden=hidden, probe=probe)
 
+    @torch.inference_mode()
+    def run_up_to(
+        self,
+        layer: int,
+        kv: RequestKV,
+        cache: Any,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        probe: AttentionProbe | None = None,
+    ) -> torch.Tensor:
+        """`run` as far as the layers in front of ``layer``.
+
+        Returns:
+            What goes into that layer, ``(q, hidden)``; see `run_from`.
+        """
+        model, states = self._depth.ending_before(layer)
+        self._pass(kv, cache, ids, positions, hidden=None, probe=probe, model=model)
+        return states[0]
+
+    @torch.inference_mode()
+    def run_from(
+        self, layer: int, kv: RequestKV, cache: Any, states: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """`run` from ``layer`` on, with what goes into it, ``(q, hidden)``; gives the logits of the last row."""
+        model = self._depth.beginning_at(layer)
+        logits = self._pass(kv, cache, states, positions, hidden=None, model=model, embedded=True)
+        assert logits is not None
+        return logits
+
     def _in_pieces(
         self, kv: RequestKV, cache: Any, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None
     ) -> torch.Tensor | None:
@@ -89,31 +121,33 @@ class ModelRunner:
         self,
         kv: RequestKV,
         cache: Any,
-        ids: torch.Tensor,
+        given: torch.Tensor,
         positions: torch.Tensor,
         *,
         hidden: torch.Tensor | None,
         last_layer: int | None = None,
         probe: AttentionProbe | None = None,
+        model: Any = None,
+        embedded: bool = False,
     ) -> torch.Tensor | None:
         total = kv.lengths[0]
-        plain = hidden is None and len(ids) == total and probe is None
+        plain = hidden is None and len(given) == total and probe is None
         masks = {} if plain and self._fits_windows(total) else self._masks(positions, total, hidden)
         argument = self._mask_argument(masks)
         kv.write_to(positions)
         inputs = {
-            "input_ids": ids[None],
+            "inputs_embeds" if embedded else "input_ids": given[None],
             "position_ids": positions[None],
             "attention_mask": argument,
             "use_cache": True,
         }
         kv.last_layer = last_layer
         try:
-            with self.scheduler.taking(len(ids)) as turn:
+            with self.scheduler.taking(len(given)) as turn:
                 state = PassState({m.ticket.data_ptr(): m for m in masks.values()}, self._fallback(), probe)
                 with self._our_attention() as attention, _entered(CURRENT, state):
                     kv.between_layers = self._between_layers(turn, attention)
-                    out = self.model(**inputs, **{self.cache_argument: cache}, logits_to_keep=1)
+                    out = (model or self.model)(**inputs, **{self.cache_argument: cache}, logits_to_keep=1)
         except EndOfPass:
             return None
         finally:

@@ -1,7 +1,8 @@
 """Proof at load that moving keys and scattering queries are right for this very model; no hand-kept allow-list.
 
-Three checks: a probe encoded at offset b equals the one encoded at 0 and moved by b, in every layer; recomputing
-scattered tokens over a full cache gives plain Hugging Face's logits; a row never sees what lies behind it.
+A probe encoded at offset b equals the one encoded at 0 and moved by b, in every layer; recomputing scattered tokens
+over a full cache gives plain Hugging Face's logits; a row never sees what lies behind it; a pass that stops at a layer
+and goes on from there gives the same logits, or the model's passes are never cut.
 """
 
 from __future__ import annotations
@@ -35,14 +36,22 @@ class SelfCheck:
         move_error: worst relative error of moved keys over all layers.
         value_error: worst relative change of values with the position, which should be none.
         logit_error: worst relative difference to plain Hugging Face logits.
-        tolerance: limit of all three.
+        cut_error: worst relative difference to those logits when a pass stops at a layer and goes on; infinite if it
+            cannot.
+        tolerance: limit of all of them; a `cut_error` beyond it only means that no pass is cut.
     """
 
     layouts: tuple[Layout, ...]
     move_error: float
     value_error: float
     logit_error: float
+    cut_error: float
     tolerance: float
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether passes may stop at a layer and go on from there."""
+        return self.cut_error <= self.tolerance
 
 
 def self_check(runner: ModelRunner, *, moving: bool) -> tuple[Rope | None, SelfCheck]:
@@ -62,7 +71,7 @@ def self_check(runner: ModelRunner, *, moving: bool) -> tuple[Rope | None, SelfC
     ids = _probe_ids(runner)
     logit_error = _check_passes(runner, ids, tolerance)
     if not moving:
-        return None, SelfCheck((), 0.0, 0.0, logit_error, tolerance)
+        return None, SelfCheck((), 0.0, 0.0, logit_error, float("inf"), tolerance)
     if runner.spec.static_rope_tokens is not None:
         raise UnsupportedModelError(
             "the rotary frequencies of this model depend on the prompt length (dynamic NTK or long-rope), so keys "
@@ -70,7 +79,8 @@ def self_check(runner: ModelRunner, *, moving: bool) -> tuple[Rope | None, SelfC
             layer=0,
         )
     rope, layouts, move_error, value_error = _find_rope(runner, ids, tolerance)
-    return rope, SelfCheck(layouts, move_error, value_error, logit_error, tolerance)
+    cut_error = _cut_error(runner, ids)
+    return rope, SelfCheck(layouts, move_error, value_error, logit_error, cut_error, tolerance)
 
 
 @torch.inference_mode()
@@ -134,6 +144,25 @@ def _check_passes(runner: ModelRunner, ids: torch.Tensor, tolerance: float) -> f
             f"{tolerance:g}; use EngineConfig(reuse='off')"
         )
     return worst
+
+
+@torch.inference_mode()
+def _cut_error(runner: ModelRunner, ids: torch.Tensor) -> float:
+    """How far logits move when some rows wait in front of the middle layer for the others."""
+    n, layer = len(ids), runner.spec.layers // 2
+    if layer == 0:
+        return float("inf")
+    try:
+        plain = runner.model(input_ids=ids[None], use_cache=False).logits[0, -1].float()
+        kv = runner.new_kv(n, n)
+        kv.clear(0, n)
+        cache = cache_over(kv)
+        everything = torch.arange(n, device=ids.device)
+        states = [runner.run_up_to(layer, kv, cache, ids[half], half) for half in torch.split(everything, n // 2)]
+        ours = runner.run_from(layer, kv, cache, torch.cat(states), everything)
+    except (UnsupportedModelError, *_CANNOT_RUN):
+        return float("inf")
+    return float((ours - plain).abs().max() / plain.abs().max().clamp_min(1e-6))
 
 
 def _encode(runner: ModelRunner, ids: torch.Tensor, base: int = 0) -> tuple[RequestKV, Any]:

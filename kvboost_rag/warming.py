@@ -1,30 +1,32 @@
 """Computing the KV of documents before they are asked for.
 
-KV of a document depends on what stood in front of it. Documents of one call are encoded one behind another, in packs:
-that costs little more than encoding each alone, and their KV has then seen neighbours of its own kind, as it will in a
-prompt, which halves what repair has to mend (docs/accuracy.md). A document that comes in a call of its own is encoded
-behind the one before it, which is computed again for that.
+KV of a document depends on what stood in front of it. Documents of one call are encoded one behind another, in packs,
+so that their KV has seen neighbours of its own kind, as it will in a prompt; and each pack in several orders, so that
+no one neighbour counts for much (`packing`). Either halves what repair has to mend (docs/accuracy.md). A document that
+comes in a call of its own is encoded behind the one before it, which is computed again for that.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from .chunking import Tiles
-from .chunks import IntArray, Scope, as_ids
+from .chunks import IntArray, Scope, as_ids, header_of
 from .config import ANCHOR_TOKENS, LEAD_TOKENS, EngineConfig
-from .keeping import Keeper, Stored, header_of
+from .keeping import Keeper, Stored
 from .kv import RequestKV
+from .packing import PackEncoding
 from .planner import make_plan
 from .prefill import Executor
 from .repair import Recipe
@@ -40,10 +42,15 @@ Running = Callable[[], AbstractContextManager[None]]
 
 @dataclass(slots=True, eq=False)
 class _Pack:
-    """A pack that grows; parted from what comes next when something of its tenant was forgotten."""
+    """A pack that grows; parted from what comes next when something of its tenant was forgotten.
+
+    Attributes:
+        forgotten: ids of the documents that were.
+    """
 
     namespace: str
     parted: bool = False
+    forgotten: set[bytes] = field(default_factory=set)
 
 
 class Warmer:
@@ -67,11 +74,16 @@ class Warmer:
         self._growing: set[_Pack] = set()
         self._lock = threading.Lock()
 
-    def part_company(self, namespace: str) -> None:
-        """Encode nothing of a tenant behind a document that was warmed before, in packs that grow now either."""
+    def part_company(self, namespace: str, forgotten: Sequence[IntArray] = ()) -> None:
+        """Encode nothing of a tenant behind a document that was warmed before, in packs that grow now either.
+
+        Documents that are ``forgotten`` are not stored by what warms them now.
+        """
         with self._lock:
             for pack in self._growing:
-                pack.parted = pack.parted or pack.namespace == namespace
+                if pack.namespace == namespace:
+                    pack.parted = True
+                    pack.forgotten.update(ids.tobytes() for ids in forgotten)
             for scope in [scope for scope in self._company if scope.namespace == namespace]:
                 del self._company[scope]
 
@@ -211,25 +223,53 @@ class Warmer:
         # this pack, or of its last one. A single document has all of the one before it for company.
         before = todo[-1] if company is None else company
         first = before if len(todo) == 1 else before[-LEAD_TOKENS:]
-        growing = self._executor.grow(sum(len(ids) + len(self._separator) for ids in (context, first, *todo)))
-        with running():
-            growing.extend(np.concatenate([context, first]))
+        lead = np.concatenate([context, first])
+        orders = self._config.pack_orders
+        encoding = PackEncoding(self._executor, lead, todo, separator=self._separator, orders=orders)
         self._remember(scope, todo[-1], packed)
-        for at, ids in enumerate(todo):
-            if self._known(scope, ids):
-                yield "warm", Stored()
-                continue
+        left = dict(enumerate(todo))
+        steps = encoding.steps()
+        while left:
             with running():
-                start = growing.extend(np.concatenate([self._separator, ids])) + len(self._separator)
-                tiles = self._keeper.document_tiles(ids, self._window)
-                headers = [header_of(scope, growing.ids, start + a, start + b, "warm") for a, b in tiles]
-                stored = self._keeper.store(headers, growing.kv)
-                if parted := pack.parted:
-                    self._keeper.library.delete([header.key for header in headers])
-            if parted:  # something in front of this document was forgotten meanwhile: the rest makes a new pack
-                yield from self._pack(scope, context, todo[at:], packed, running)
+                done = next(steps)
+                outcome = None if done is None else self._keep(scope, encoding, done, left[done])
+                if (parted := pack.parted) and outcome is not None:
+                    self._keeper.library.delete(outcome[1].keys)
+            if parted:  # something that stands in this pack was forgotten meanwhile: the rest makes a new one
+                yield from self._without(pack.forgotten, left, scope, context, todo, packed, running)
                 return
-            yield ("computed" if stored.chunks else "rejected"), stored
+            if done is not None and outcome is not None:
+                del left[done]
+                yield outcome
+
+    def _without(
+        self,
+        forgotten: set[bytes],
+        left: Mapping[int, IntArray],
+        scope: Scope,
+        context: IntArray,
+        documents: Sequence[IntArray],
+        packed: bool,
+        running: Running,
+    ) -> Iterator[tuple[Outcome, Stored]]:
+        """A pack once more without some documents; also those that were done, and went with them."""
+        stay = [number for number, ids in enumerate(documents) if ids.tobytes() not in forgotten]
+        for _ in left.keys() - set(stay):
+            yield "computed", Stored()
+        outcomes = self._pack(scope, context, [documents[number] for number in stay], packed, running)
+        yield from itertools.islice(outcomes, len(set(stay) - left.keys()), None)  # the others were told before
+
+    def _keep(self, scope: Scope, encoding: PackEncoding, number: int, ids: IntArray) -> tuple[Outcome, Stored]:
+        """Store a document of a pack."""
+        if self._known(scope, ids):
+            return "warm", Stored()
+        start = encoding.starts[number]
+        headers = [
+            header_of(scope, encoding.ids, start + a, start + b, "warm", exact=encoding.exact)
+            for a, b in self._keeper.document_tiles(ids, self._window)
+        ]
+        stored = self._keeper.store(headers, encoding.kv)
+        return ("computed" if stored.chunks else "rejected"), stored
 
     def _alone(self, scope: Scope, context: IntArray, ids: IntArray, running: Running) -> tuple[Outcome, Stored]:
         """Encode one document right behind the context, in as many pieces as the window or the strategy asks for."""

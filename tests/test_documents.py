@@ -138,8 +138,12 @@ def test_a_bad_document_leaves_nothing_of_the_call_behind() -> None:
 # ---- packs -----------------------------------------------------------------------------------------------------------
 
 
+def _packing(orders: int, **config: Any) -> Engine:
+    return engine_of(**{"pack_tokens": 4096, "pack_orders": orders, **config})
+
+
 def test_documents_of_one_call_are_encoded_one_behind_another() -> None:
-    engine = engine_of(pack_tokens=4096)
+    engine = _packing(1)
     report = engine.warm(DOCUMENTS)
     assert (report.computed, report.chunks) == (len(DOCUMENTS), len(DOCUMENTS))
     behind = {
@@ -153,7 +157,7 @@ def test_documents_of_one_call_are_encoded_one_behind_another() -> None:
 
 
 def test_a_further_pack_begins_behind_the_end_of_the_last_one() -> None:
-    engine = engine_of(pack_tokens=4096)
+    engine = _packing(1)
     engine.warm(DOCUMENTS[:3])
     engine.warm(DOCUMENTS[3:])
     behind = {engine.tokenizer.decode(h.tokens): engine.tokenizer.decode(h.history) for h in _headers(engine)}
@@ -163,7 +167,7 @@ def test_a_further_pack_begins_behind_the_end_of_the_last_one() -> None:
 
 
 def test_a_pack_costs_its_documents_and_a_short_lead() -> None:
-    engine = engine_of(pack_tokens=4096)
+    engine = _packing(1)
     lengths = [len(_ids(engine, document)) for document in DOCUMENTS]
     with Forwards(engine.model) as forwards:
         engine.warm(DOCUMENTS)
@@ -172,7 +176,7 @@ def test_a_pack_costs_its_documents_and_a_short_lead() -> None:
 
 
 def test_chunks_of_a_pack_hold_what_a_full_prefill_of_the_pack_gives() -> None:
-    engine = engine_of(pack_tokens=4096)
+    engine = _packing(1)
     engine.warm(DOCUMENTS)
     last = max(_headers(engine), key=lambda header: header.base)
     sequence = [*last.history.tolist(), *last.tokens.tolist()]
@@ -184,29 +188,29 @@ def test_chunks_of_a_pack_hold_what_a_full_prefill_of_the_pack_gives() -> None:
 
 
 def test_packs_are_cut_at_the_budget_and_a_known_document_is_not_computed_again() -> None:
-    engine = engine_of(pack_tokens=200)
+    engine = _packing(1, pack_tokens=200)
     engine.warm(DOCUMENTS)
     assert max(len(header.history) for header in _headers(engine)) < 300
     assert engine.warm(DOCUMENTS[::-1]).already_warm == len(DOCUMENTS)
     assert engine.warm([DOCUMENTS[1], DOCUMENTS[1]]).already_warm == 2
-    again = engine_of(pack_tokens=4096).warm([DOCUMENTS[0], DOCUMENTS[0], DOCUMENTS[1]])
+    again = _packing(1).warm([DOCUMENTS[0], DOCUMENTS[0], DOCUMENTS[1]])
     assert (again.computed, again.already_warm) == (2, 1)
 
 
 def test_one_document_a_context_and_exact_mode_know_no_packs() -> None:
-    alone = engine_of(pack_tokens=4096)
+    alone = _packing(1)
     alone.warm(DOCUMENTS[0])
     assert [header.base for header in _headers(alone)] == [0]
-    named = engine_of(pack_tokens=4096)
+    named = _packing(1)
     named.warm(DOCUMENTS, context="Read this.\n\n")
     assert {named.tokenizer.decode(h.history) for h in _headers(named) if h.base} == {"Read this.\n\n"}
-    exact = engine_of(pack_tokens=4096, reuse="exact")
+    exact = _packing(1, reuse="exact")
     exact.warm(DOCUMENTS)
     assert {header.base for header in _headers(exact)} == {0}
 
 
 def test_documents_warmed_one_by_one_keep_each_other_company() -> None:
-    engine = engine_of(pack_tokens=4096)
+    engine = _packing(1)
     for document in DOCUMENTS[:3]:
         assert engine.warm(document).computed == 1
         assert engine.warm(document).already_warm == 1
@@ -220,22 +224,23 @@ def test_documents_warmed_one_by_one_keep_each_other_company() -> None:
 
 
 def test_tenants_keep_no_company() -> None:
-    engine = engine_of(pack_tokens=4096)
+    engine = _packing(1)
     engine.warm(DOCUMENTS[0], namespace="a")
     engine.warm(DOCUMENTS[1], namespace="b")
     assert [header.base for header in _headers(engine, "b")] == [0]
 
 
 def test_forgetting_a_document_takes_those_computed_behind_it_along() -> None:
-    engine = engine_of(pack_tokens=4096)
+    engine = _packing(1)
     engine.warm(DOCUMENTS)
     seen = [header for header in _headers(engine) if DOCUMENTS[2] in engine.tokenizer.decode(header.history)]
     assert engine.forget(DOCUMENTS[2]) == len(seen) + 1
     assert engine.warm(DOCUMENTS).computed == len(seen) + 1
 
 
-def test_what_is_forgotten_while_a_pack_grows_leaves_no_trace_in_the_rest() -> None:
-    engine = engine_of(pack_tokens=4096)
+@pytest.mark.parametrize("orders", [1, 3])
+def test_what_is_forgotten_while_a_pack_grows_leaves_no_trace_in_the_rest(orders: int) -> None:
+    engine = _packing(orders)
     keeper = engine._warmer._keeper
     store, calls = keeper.store, []
 
@@ -250,7 +255,7 @@ def test_what_is_forgotten_while_a_pack_grows_leaves_no_trace_in_the_rest() -> N
     report = engine.warm(DOCUMENTS)
     assert report.computed == len(DOCUMENTS)
     for header in _headers(engine):
-        assert DOCUMENTS[0] not in engine.tokenizer.decode(header.history)
+        assert DOCUMENTS[0] not in engine.tokenizer.decode(header.seen)
     held = "".join(engine.tokenizer.decode(header.tokens) for header in _headers(engine))
     assert all(document in held for document in DOCUMENTS[1:])
 
