@@ -190,7 +190,7 @@ class _Request:
             behind = np.append(chosen, first[-1])
             self._offset_from(behind, chosen)
             caught_up = self._up_to(layer, behind)
-            self._charge(1, layer - PROJECTION_SHARE)
+            self.charged += layer / self.runner.spec.layers
             order = torch.from_numpy(np.argsort(np.concatenate([first[:-1], behind]), kind="stable")).to(self.device)
             waiting = torch.cat([waiting[:-1], caught_up])[order]
             self._offset_from(rows, chosen)
