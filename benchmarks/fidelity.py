@@ -17,7 +17,7 @@ import argparse
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,13 +97,10 @@ def recipes(engine: Engine, budgets: list[float], *, quick: bool) -> Iterator[tu
     yield "everything", replace(base, ratio=1.0)
 
 
-def measure(
-    engine: Engine, item: Item, pool: list[Passage], arms: dict[str, Recipe], args: argparse.Namespace
-) -> Iterator[tuple[tuple[str, str], dict[str, float]]]:
-    """All arms of one prompt."""
+def comparison(engine: Engine, item: Item, answer_tokens: int) -> Callable[[Any], dict[str, float]]:
+    """Measures prefills of an item against the answer that full recompute gives."""
     messages = item.messages()
-    greedy = SamplingParams(max_tokens=args.answer_tokens)
-    answer = engine.generate(messages, sampling=greedy, reuse="off").token_ids
+    answer = engine.generate(messages, sampling=SamplingParams(max_tokens=answer_tokens), reuse="off").token_ids
     reference = log_probs_along(engine, engine.prefill(messages, reuse="off"), answer)
 
     def compare(prefill: Any) -> dict[str, float]:
@@ -119,9 +116,25 @@ def measure(
             "same": float(first_miss),
         }
 
-    others = tuple(p for p in pool if p not in item.passages)[: args.docs]
-    yield ("control", "no documents"), compare(engine.prefill(item.messages(passages=()), reuse="off"))
-    yield ("control", "wrong documents"), compare(engine.prefill(item.messages(passages=others), reuse="off"))
+    return compare
+
+
+def controls(
+    engine: Engine, item: Item, pool: list[Passage], compare: Callable[[Any], dict[str, float]], docs: int
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """The prompt without documents, and with wrong ones."""
+    others = tuple(p for p in pool if p not in item.passages)[:docs]
+    yield "no documents", compare(engine.prefill(item.messages(passages=()), reuse="off"))
+    yield "wrong documents", compare(engine.prefill(item.messages(passages=others), reuse="off"))
+
+
+def measure(
+    engine: Engine, item: Item, pool: list[Passage], arms: dict[str, Recipe], args: argparse.Namespace
+) -> Iterator[tuple[tuple[str, str], dict[str, float]]]:
+    """All arms of one prompt."""
+    compare = comparison(engine, item, args.answer_tokens)
+    for name, figures in controls(engine, item, pool, compare, args.docs):
+        yield ("control", name), figures
     for encoding in args.encodings:
         if encoding != "default":
             engine.clear(encoding)
@@ -130,7 +143,7 @@ def measure(
             if encoding != args.encodings[0] and name not in FEW:
                 continue
             engine.recipe = recipe
-            yield (encoding, name), compare(engine.prefill(messages, namespace=encoding))
+            yield (encoding, name), compare(engine.prefill(item.messages(), namespace=encoding))
         engine.recipe = arms["default"]
 
 

@@ -52,8 +52,9 @@ class EngineConfig:
             in packs of about so many tokens, so that their KV has seen neighbours, as it will in a prompt; 0 encodes
             each alone.
         pack_orders: in so many orders every pack is encoded, and the mean of what they give is kept, so that no one
-            neighbour leaves its mark on a document. More take so much longer to warm, make every prompt's answer truer
-            at no cost to it, and gain little beyond 4; 1 keeps the KV of one order as it is.
+            neighbour leaves its mark on a document: at no cost to a prompt, but warming takes so many times as long. 2
+            keep neighbours side by side; 3 and 4 also reverse the pack, which is nearer where documents do not refer to
+            their neighbours; 1 keeps the KV of one order as it is.
         ram_budget_bytes: hard limit of stored KV in RAM, including what is being written.
         disk_path: folder that keeps stored KV beyond the life of the process, shared by processes; None keeps it in RAM
             only. Prompts as they were served always stay in RAM. See docs/store.md.

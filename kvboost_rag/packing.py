@@ -22,17 +22,19 @@ from .prefill import Executor
 
 
 def order(number: int, orders: int, count: int) -> tuple[int, ...]:
-    """The documents of a pack in one of several orders: a rotation, and next its reverse."""
-    shift = number // 2 * count // ((orders + 1) // 2)
+    """The documents of a pack in one of several orders: rotations first, at least two of them, then their reverses."""
+    rotations = max(min(orders, 2), (orders + 1) // 2)
+    shift = number % rotations * count // rotations
     rotated = (*range(shift, count), *range(shift))
-    return rotated[::-1] if number % 2 else rotated
+    return rotated if number < rotations else rotated[::-1]
 
 
 class PackEncoding:
     """Encodes the documents of a pack.
 
-    Orders come in pairs, a rotation of the pack and its reverse: what stood in front in one stands behind in the other,
-    which averages out more than as many rotations do (docs/accuracy.md).
+    The first two orders are rotations: all documents but one keep their neighbour right in front of them, and neighbours
+    are often pieces of one text that refer to each other. More orders add the reverses, which average out more of what is
+    noise, and some of what ties neighbours together (docs/accuracy.md).
 
     Args:
         executor: runs the model; with more than one order it needs the rotation of keys.

@@ -16,7 +16,7 @@ from .hf import cache_over
 from .kv import RequestKV, StoredRun
 from .passes import AttentionProbe
 from .planner import Plan
-from .repair import Positions, Recipe, Scores, choose, floor_positions
+from .repair import SELECTORS, Positions, Recipe, Scores, choose, floor_positions
 from .rope import Rope
 from .runner import ModelRunner
 
@@ -275,9 +275,12 @@ class _Request:
         found = torch.zeros(self.plan.prompt_tokens, device=self.device)
         slots = torch.from_numpy(rows).to(self.device)
 
+        of = SELECTORS[self.recipe.selector].compared
+
         def compare(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
             if layer == compared:
-                for fresh, stale in ((keys, self.kv.keys[layer]), (values, self.kv.values[layer])):
+                pairs = {"keys": (keys, self.kv.keys[layer]), "values": (values, self.kv.values[layer])}
+                for fresh, stale in pairs.values() if of == "both" else (pairs[of],):
                     change = (fresh - stale[:, slots]).float().pow(2).sum((0, 2))
                     found[slots] += change / fresh.float().pow(2).sum((0, 2)).mean()
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 Positions: TypeAlias = npt.NDArray[np.int64]
 Scores: TypeAlias = npt.NDArray[np.float32]
 ProbeKind = Literal["deviation", "query"]
+Compared = Literal["both", "keys", "values"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,11 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """A choice rule and the probe that feeds it."""
+    """A choice rule and the probe that feeds it; ``compared`` says what a deviation probe looks at."""
 
     probe: ProbeKind
     choose: Callable[[Scores, Sequence[Run], Positions, Sequence[int]], Positions]
+    compared: Compared = "both"
 
 
 def floor_positions(runs: Sequence[Run], floor_tokens: int) -> Positions:
@@ -158,6 +160,9 @@ def _top(scores: Scores, candidates: Positions, count: int) -> Positions:
 SELECTORS: Mapping[str, Selector] = {
     "deviation": Selector("deviation", top_with_quota),
     "query": Selector("query", top_positions),
+    # For comparison, after their papers; no option of `EngineConfig` (benchmarks/frontier.py).
+    "cacheblend-k": Selector("deviation", top_positions, "keys"),
+    "cacheblend-v": Selector("deviation", top_positions, "values"),
 }
 
 
