@@ -8,10 +8,10 @@ nearest budgets, for each prompt by itself; differences are bootstrapped over pr
 
 Arms on the KV of our own warming: `ours` (repair in one pass), `rerun` (new tokens run twice), and the selectors
 `CacheBlend-K`, `CacheBlend-V` (change of keys or values in the second layer, no quota), `EPIC` (first tokens of each
-chunk), `ProphetKV` (attention of the question, all layers), `AgentKVShift` (the same tokens, and their whole mean change
-added to the rest of a chunk). The same selectors `as published` work on documents that were encoded alone. All are
-re-implemented from their papers. `charged` counts every token that ran, each pass by its share of the layers, probes
-included.
+chunk), `ProphetKV` (attention of the question, all layers), `AgentKVShift` (the same tokens, and their whole mean
+change added to the rest of a chunk). The same selectors `as published` work on documents that were encoded alone. All
+are re-implemented from their papers. `charged` counts every token that ran, each pass by its share of the layers,
+probes included.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ def order(number: int, orders: int, count: int) -> tuple[int, ...]:
 class PackEncoding:
     """Encodes the documents of a pack.
 
-    The first two orders are rotations: all documents but one keep their neighbour right in front of them, and neighbours
-    are often pieces of one text that refer to each other. More orders add the reverses, which average out more of what is
-    noise, and some of what ties neighbours together (docs/accuracy.md).
+    The first two orders are rotations: all documents but one keep their neighbour right in front of them, and
+    neighbours are often pieces of one text that refer to each other. More orders add the reverses, which average out
+    more of what is noise, and some of what ties neighbours together (docs/accuracy.md).
 
     Args:
         executor: runs the model; with more than one order it needs the rotation of keys.
