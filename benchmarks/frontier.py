@@ -99,13 +99,13 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
 def arms(base: Recipe, budgets: Sequence[float]) -> Iterator[tuple[str, str, Recipe]]:
     """Every arm at every budget: name, budget, recipe."""
     for again, name in ((False, "ours"), (True, "rerun")):
-        ours = replace(base, selector="query", rerun=again)
+        ours = replace(base, selector="query", mean_ratio=None, rerun=again)
         if not again:
             yield name, "moved", replace(ours, strategy="none")
             yield name, "first tokens", replace(ours, ratio=0.0)
         for ratio in budgets:
             yield name, f"{ratio:.0%}", replace(ours, ratio=ratio)
-    plain = replace(base, floor_tokens=0, least_tokens=0, offset=0.0, rerun=True)
+    plain = replace(base, mean_ratio=None, floor_tokens=0, least_tokens=0, offset=0.0, rerun=True)
     for ending in ("", AS_PUBLISHED):
         for ratio in budgets:
             yield f"CacheBlend-K{ending}", f"{ratio:.0%}", replace(plain, selector="cacheblend-k", ratio=ratio)

@@ -158,6 +158,11 @@ class ChunkHeader:
         """Whether the KV is what a full prefill of history and chunk gives."""
         return self.history is not None
 
+    @property
+    def mean(self) -> bool:
+        """Whether the KV is the mean over several histories, all of which `behind` holds."""
+        return self.origin == "warm" and not self.exact and self.behind is not None
+
     def __len__(self) -> int:
         return len(self.tokens)
 

@@ -34,10 +34,11 @@ class EngineConfig:
             "approximate" also moves and repairs documents found anywhere.
         repair: strategy for approximate hits.
         selector: how "cacheblend" chooses tokens; "auto" uses what the calibration at load found best.
-        repair_ratio: share of the approximate tokens that "cacheblend" recomputes, 0..1. At 1 everything
-            is recomputed, which equals a full prefill.
-        repair_least_tokens: least tokens of each moved run that "cacheblend" recomputes beyond the floor, unless
-            `repair_ratio` is 0; a share of a short passage is too little to bind what it says.
+        repair_ratio: share of the approximate tokens that "cacheblend" recomputes beyond `floor_tokens`, 0..1. At 1
+            everything is recomputed, which equals a full prefill. None is 0.05, but 0 for documents that were warmed in
+            several orders, whose floor is enough (docs/accuracy.md).
+        repair_least_tokens: least tokens of each moved run of fewer than 100 that "cacheblend" recomputes beyond the
+            floor, whatever the ratio; a share of a short passage is too little to bind what it says.
         floor_tokens: first tokens of each moved run that are always recomputed.
         window_tokens: width of the seam window of "selective".
         chunking: where stored runs are cut: every `chunk_tokens` ("fixed"), at the sentence or paragraph end
@@ -92,8 +93,8 @@ class EngineConfig:
     reuse: Reuse = "approximate"
     repair: Repair = "cacheblend"
     selector: SelectorName = "auto"
-    repair_ratio: float = 0.02
-    repair_least_tokens: int = 4
+    repair_ratio: float | None = None
+    repair_least_tokens: int = 12
     floor_tokens: int = 4
     window_tokens: int = 16
     chunking: Chunking = "document"
@@ -130,7 +131,8 @@ class EngineConfig:
         _one_of("markers", self.markers, Markers)
         _one_of("kv_bits", self.kv_bits, KVBits)
         _one_of("eviction", self.eviction, Eviction)
-        _in_range("repair_ratio", self.repair_ratio, 0.0, 1.0)
+        if self.repair_ratio is not None:
+            _in_range("repair_ratio", self.repair_ratio, 0.0, 1.0)
         _in_range("repair_least_tokens", self.repair_least_tokens, 0, 4096)
         _in_range("floor_tokens", self.floor_tokens, 0, 4096)
         _in_range("window_tokens", self.window_tokens, 1, 4096)

@@ -64,11 +64,12 @@ class CostModel:
             picked = sum(min(recipe.window_tokens, r.end - r.start) for r in plan.runs)
         elif recipe.strategy == "cacheblend":
             picked = sum(budgets(recipe, plan.runs))
-        if recipe.probe == "deviation":
+        probe = recipe.probe(plan.runs)
+        if probe == "deviation":
             seconds += self.pass_cost(moved + fresh, n / 2, share=0.1)
-        elif recipe.probe == "query" and recipe.rerun:
+        elif probe == "query" and recipe.rerun:
             seconds += self.pass_cost(min(fresh, 128), seen, share=recipe.probe_to)
-        elif recipe.probe == "query":
+        elif probe == "query":
             seconds += self.pass_s  # of the tokens that catch up
         rows = min(fresh + floor + picked, n - plan.exact_end)
         return seconds + self.pass_cost(rows, seen)

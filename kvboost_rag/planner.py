@@ -146,9 +146,9 @@ def _runs(segments: Sequence[Segment], headers: Mapping[str, ChunkHeader]) -> tu
         repairable = segment.kind == "approximate" and not segment.settled
         if repairable:
             if before is not None and _continues(before, segment, headers):
-                runs[-1] = Run(runs[-1].start, segment.end)
+                runs[-1] = Run(runs[-1].start, segment.end, runs[-1].mean)
             else:
-                runs.append(Run(segment.start, segment.end))
+                runs.append(Run(segment.start, segment.end, headers[segment.key or ""].mean))
         before = segment if repairable else None
     return tuple(runs)
 

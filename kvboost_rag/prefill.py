@@ -128,11 +128,11 @@ class _Request:
         self.band = range(
             min(math.floor(recipe.probe_from * depth), depth - 1), max(1, math.ceil(recipe.probe_to * depth))
         )
+        self.probe = recipe.probe(plan.runs)
         self.joins = (
             executor.cuts
-            and recipe.probe == "query"
+            and self.probe == "query"
             and not recipe.rerun
-            and bool(plan.runs)
             and self.band.stop < depth
             and len(self.new) <= MOST_JOINING
         )
@@ -228,7 +228,7 @@ class _Request:
 
         A deviation probe ends so early that running the preamble twice costs less than a pass of its own.
         """
-        if self.recipe.probe != "query" or not self.plan.runs:
+        if self.probe != "query":
             return self.new
         leading = self.new[self.new < self.plan.pure_until]
         if len(leading) <= LEADING_ROWS:
@@ -246,9 +246,9 @@ class _Request:
         return torch.from_numpy(hidden).to(self.device)
 
     def _probe(self, new: Positions) -> Scores | None:
-        if self.recipe.probe is None or not self.plan.runs:
+        if self.probe is None:
             return None
-        if self.recipe.probe == "deviation":
+        if self.probe == "deviation":
             return self._deviation(new)
         return self._query(new)
 

@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+SHORT_TOKENS = 100  # a run of fewer is a short passage, see `Recipe.least_tokens`
 Positions: TypeAlias = npt.NDArray[np.int64]
 Scores: TypeAlias = npt.NDArray[np.float32]
 ProbeKind = Literal["deviation", "query"]
@@ -25,10 +26,18 @@ Compared = Literal["both", "keys", "values"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A stretch of the prompt that was moved as one piece: positions ``[start, end)``."""
+    """A stretch of the prompt that was moved as one piece: positions ``[start, end)``.
+
+    Attributes:
+        mean: whether its KV is the mean of several histories.
+    """
 
     start: int
     end: int
+    mean: bool = False
+
+    def __len__(self) -> int:
+        return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +48,10 @@ class Recipe:
         strategy: "none", "selective" or "cacheblend".
         selector: name in `SELECTORS`, for "cacheblend".
         ratio: share of the approximate tokens to recompute beyond the floor.
-        least_tokens: least tokens of each run to recompute beyond the floor, unless ``ratio`` is 0: a share of a short
-            passage is too little to bind what it says.
+        mean_ratio: the share of runs whose KV is the mean of several histories, and so has less to repair; None is
+            `ratio`.
+        least_tokens: least tokens of each short run, of fewer than 100, to recompute beyond the floor, whatever the
+            ratio: a share of a short passage is too little to bind what it says.
         floor_tokens: first tokens of each run that are always recomputed.
         window_tokens: seam window of "selective".
         probe_from, probe_to: band of layers, as shares of the depth, whose attention counts for "query"; the probe
@@ -54,8 +65,9 @@ class Recipe:
 
     strategy: Literal["none", "selective", "cacheblend"] = "cacheblend"
     selector: str = "query"
-    ratio: float = 0.02
-    least_tokens: int = 4
+    ratio: float = 0.05
+    mean_ratio: float | None = None
+    least_tokens: int = 12
     floor_tokens: int = 4
     window_tokens: int = 16
     probe_from: float = 0.4
@@ -69,10 +81,9 @@ class Recipe:
         """Whether the budget is all approximate tokens, which is a full prefill."""
         return self.strategy == "cacheblend" and self.ratio >= 1.0
 
-    @property
-    def probe(self) -> ProbeKind | None:
-        """The probe pass that the recipe needs."""
-        if self.strategy != "cacheblend" or self.ratio <= 0.0 or self.everything:
+    def probe(self, runs: Sequence[Run]) -> ProbeKind | None:
+        """The probe that choosing tokens of these runs needs; None if none of them is to be chosen."""
+        if self.strategy != "cacheblend" or self.everything or not any(budgets(self, runs)):
             return None
         return SELECTORS[self.selector].probe
 
@@ -104,11 +115,12 @@ def seam_positions(runs: Sequence[Run], window_tokens: int) -> Positions:
 
 def budgets(recipe: Recipe, runs: Sequence[Run]) -> list[int]:
     """Tokens to recompute for the sake of each run, beyond the floor."""
-    if recipe.ratio <= 0:
-        return [0] * len(runs)
-    ends = np.cumsum([0, *(r.end - r.start for r in runs)])
-    shares = np.diff(np.round(recipe.ratio * ends)).astype(int)  # rounded together: they sum to the whole budget
-    return [min(r.end - r.start, max(int(n), recipe.least_tokens)) for r, n in zip(runs, shares, strict=True)]
+    mean_ratio = recipe.ratio if recipe.mean_ratio is None else recipe.mean_ratio
+    lengths = np.array([len(run) for run in runs], np.int64)
+    exact = np.cumsum([0.0, *(len(run) * (mean_ratio if run.mean else recipe.ratio) for run in runs)])
+    shares = np.diff(np.round(exact)).astype(int)  # rounded together: they sum to the whole budget
+    least = np.where(lengths < SHORT_TOKENS, recipe.least_tokens, 0)
+    return np.minimum(lengths, np.maximum(shares, least)).tolist()  # type: ignore[no-any-return]
 
 
 def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None) -> Positions:

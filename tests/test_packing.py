@@ -110,6 +110,21 @@ def test_pieces_of_one_document_meet_without_a_seam(chunking: str) -> None:
     assert sum(segment.kind == "approximate" for segment in plan.segments) > len(documents)
 
 
+def test_a_plan_knows_means_which_need_less_repair() -> None:
+    engine = _packed()
+    engine.warm(DOCUMENTS)
+    known = engine.prefill(prompt_of(DOCUMENTS[::-1]))
+    assert all(run.mean for run in known.plan.runs)
+    seen = [text(seed, 60) for seed in (320, 321, 322)]
+    engine.prefill(prompt_of(seen))
+    again = engine.prefill(prompt_of(seen[::-1], preamble="Read all of this."))
+    assert again.plan.runs
+    assert not any(run.mean for run in again.plan.runs)
+    floor = sum(min(4, len(run)) for run in known.plan.runs)
+    assert known.usage.repaired_tokens == floor  # `engine_of` asks for no least tokens of short runs
+    assert again.usage.repaired_tokens > sum(min(4, len(run)) for run in again.plan.runs)
+
+
 def test_forgetting_one_document_takes_its_whole_pack() -> None:
     engine = _packed()
     engine.warm(DOCUMENTS)

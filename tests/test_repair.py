@@ -144,13 +144,21 @@ def test_the_window_of_selective_takes_effect() -> None:
         (Recipe(strategy="none"), None),
         (Recipe(strategy="selective"), None),
         (Recipe(ratio=0.0), None),
+        (Recipe(ratio=0.05, mean_ratio=0.0), "query"),
         (Recipe(ratio=1.0), None),
         (Recipe(selector="query"), "query"),
         (Recipe(selector="deviation"), "deviation"),
     ],
 )
 def test_a_probe_runs_only_where_something_is_chosen_by_it(recipe: Recipe, probe: str | None) -> None:
-    assert recipe.probe == probe
+    assert recipe.probe([Run(0, 300, mean=True), Run(300, 600)]) == probe
+    assert recipe.probe([]) is None
+
+
+def test_no_probe_runs_where_all_are_means_that_need_none() -> None:
+    recipe = Recipe(ratio=0.05, mean_ratio=0.0)
+    assert recipe.probe([Run(0, 300, mean=True)]) is None
+    assert recipe.probe([Run(0, 300, mean=True), Run(300, 330, mean=True)]) == "query"  # a short one does
 
 
 def test_every_selector_can_be_configured() -> None:
@@ -162,4 +170,12 @@ def test_a_budget_is_a_share_of_each_run_and_never_too_little_for_a_short_one() 
     runs = [Run(0, 300), Run(400, 430), Run(500, 506)]
     assert budgets(Recipe(ratio=0.1, least_tokens=12), runs) == [30, 12, 6]
     assert budgets(Recipe(ratio=0.1, least_tokens=0), runs) == [30, 3, 1]
-    assert budgets(Recipe(ratio=0.0), runs) == [0, 0, 0]
+    assert budgets(Recipe(ratio=0.0), runs) == [0, 12, 6]
+    assert budgets(Recipe(ratio=0.01), [Run(0, 99), Run(100, 200)]) == [12, 1]
+
+
+def test_a_mean_of_several_histories_has_a_budget_of_its_own() -> None:
+    runs = [Run(0, 300), Run(300, 600, mean=True), Run(600, 630, mean=True)]
+    assert budgets(Recipe(ratio=0.1, mean_ratio=0.0), runs) == [30, 0, 12]
+    assert budgets(Recipe(ratio=0.1), runs) == [30, 30, 12]
+    assert budgets(Recipe(ratio=0.0, mean_ratio=0.1), runs) == [0, 30, 12]

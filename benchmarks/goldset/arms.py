@@ -204,7 +204,7 @@ def with_budget(recipe: Recipe, budget: str) -> Recipe:
         return recipe
     ratio, colon, least = budget.partition(":")
     try:
-        changed = replace(recipe, ratio=float(ratio))
+        changed = replace(recipe, ratio=float(ratio), mean_ratio=None)
         return replace(changed, least_tokens=int(least)) if colon else changed
     except ValueError:
         raise ValueError(f'budget is {budget!r}; give "default", a ratio ("0.3"), or "ratio:least tokens"') from None
