@@ -146,7 +146,7 @@ def test_keys_of_a_moved_document_are_those_of_the_new_position(name: str) -> No
 @every_family
 def test_the_first_layer_of_a_composed_cache_is_that_of_a_full_prefill(name: str) -> None:
     """There K and V depend on token and position alone, so a move forward or back must give them to the digit."""
-    engine = engine_of(name, repair="none", store_prompts=False, pack_tokens=256)
+    engine = engine_of(name, repair="none", store_prompts=False, pack_tokens=256, pack_orders=1)
     engine.warm(DOCUMENTS)
     found = engine.prefill(REORDERED)
     deltas = [segment.delta for segment in found.plan.segments if segment.kind == "approximate"]
