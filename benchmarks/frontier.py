@@ -62,7 +62,6 @@ def main() -> None:
         rows, settings = found["rows"], found
     else:
         rows, settings = measured(args), {"machine": machine()}
-        write(args.json, vars(args), rows=rows)
     text = "\n\n".join([markdown(("arm", "budget", *COLUMNS), points(rows)), markdown(AT, at_targets(rows))])
     print(text)
     if args.markdown:
@@ -92,6 +91,7 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
             namespace = ISOLATED if arm.endswith(AS_PUBLISHED) else "default"
             figures = compare(engine.prefill(item.messages(), namespace=namespace))
             rows.append({"prompt": number, "arm": arm, "budget": budget, **figures})
+        write(args.json, vars(args), rows=rows)  # after each prompt: a run that is cut short is not lost
         print(f"prompt {number + 1}/{args.prompts}", file=sys.stderr)
     return rows
 
