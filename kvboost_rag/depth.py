@@ -59,8 +59,10 @@ class Depth:
         config._attn_implementation = ATTENTION_NAME  # as in every pass, so that the model makes no mask of its own
         decoder = _with_modules(self._decoder, {name: torch.nn.ModuleList(layers) for name, layers in stack.items()})
         decoder.config = config
-        place = next(key for key, module in self._model._modules.items() if module is self._decoder)
-        return _with_modules(self._model, {place: decoder})
+        model = _exchanged(self._model, self._decoder, decoder)
+        if model is None:
+            raise UnsupportedModelError(f"{type(self._model).__name__} holds no decoder that can be cut", layer=0)
+        return model
 
     def _stack(self) -> tuple[str, torch.nn.ModuleList]:
         """Found anew each time, since adapters may replace layers."""
@@ -70,6 +72,17 @@ class Depth:
         raise UnsupportedModelError(
             f"{type(self._decoder).__name__} holds no list of its {self._layers} layers; use reuse='exact'", layer=0
         )
+
+
+def _exchanged(module: Any, old: Any, new: Any) -> Any:
+    """A shallow copy with ``new`` in the place of ``old``, however deep adapters have wrapped it; None without one."""
+    if module is old:
+        return new
+    for name, child in module._modules.items():
+        twin = None if child is None else _exchanged(child, old, new)
+        if twin is not None:
+            return _with_modules(module, {name: twin})
+    return None
 
 
 def _with_modules(module: Any, replaced: dict[str, Any]) -> Any:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from kvboost_rag import Engine, Prefill, prefill
-from tests.tiny import LIMIT, SERVED, difference, engine_of, prompt_of, text
+from kvboost_rag import Engine, Prefill, UnsupportedModelError, prefill
+from kvboost_rag.depth import Depth
+from kvboost_rag.kv import EndOfPass
+from tests.tiny import LIMIT, SERVED, difference, engine_of, model_of, prompt_of, random_ids, text
 
 DOCUMENTS = [text(seed, 40) for seed in (400, 401, 402)]
 PROMPT = prompt_of(DOCUMENTS[::-1])
@@ -48,6 +51,33 @@ def test_chosen_tokens_are_paid_for_once(model: str) -> None:
     assert joined.usage.computed_tokens - new - joined.usage.repaired_tokens in (0, 1)
     assert rerun.usage.computed_tokens > joined.usage.computed_tokens
     assert torch.isfinite(joined.logits).all()
+
+
+class Wrapped(torch.nn.Module):
+    """What adapters do to a model."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.base = torch.nn.ModuleDict({"model": inner})
+
+    def get_decoder(self) -> torch.nn.Module:
+        return self.base["model"].get_decoder()
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.base["model"](**inputs)
+
+
+def test_a_wrapped_model_is_cut_where_its_decoder_is() -> None:
+    model, ids = model_of("llama"), torch.tensor([random_ids(1, 12)])
+    depth = Depth(Wrapped(model), 3)
+    lower, states = depth.ending_before(1)
+    with torch.no_grad():
+        with pytest.raises(EndOfPass):
+            lower(input_ids=ids, use_cache=False)
+        upper = depth.beginning_at(1)(inputs_embeds=states[0][None], use_cache=False).logits
+        assert difference(upper[0], model(input_ids=ids).logits[0]) < LIMIT
+    with pytest.raises(UnsupportedModelError, match="no list of its 7 layers"):
+        Depth(model, 7).beginning_at(1)
 
 
 def test_repair_in_the_middle_comes_nearer_to_a_full_prefill() -> None:
