@@ -6,7 +6,8 @@ nearest budgets, for each prompt by itself; differences are bootstrapped over pr
 
     python benchmarks/frontier.py --prompts 24 --json results/frontier.json --plot results/frontier.png
 
-Arms on the KV of our own warming: `ours` (repair in one pass), `rerun` (new tokens run twice), and the selectors
+Arms on the KV of our own warming: `ours` (the first share of each document), `question` (what the question attends to
+beyond the first four, in one pass), the same with new tokens that run twice (`rerun`), and the selectors
 `CacheBlend-K`, `CacheBlend-V` (change of keys or values in the second layer, no quota), `EPIC` (first tokens of each
 chunk), `ProphetKV` (attention of the question, all layers), `AgentKVShift` (the same tokens, and their whole mean
 change added to the rest of a chunk). The same selectors `as published` work on documents that were encoded alone. All
@@ -35,7 +36,7 @@ from kvboost_rag.repair import Recipe
 
 TARGETS = (0.05, 0.10, 0.20)  # shares of the prompt that run
 FLOORS = (4, 12, 32)  # tokens of each chunk, for arms that take a chunk's first ones
-OURS = ("ours", "rerun")
+OURS = ("ours", "question", "question, rerun")
 ISOLATED = "isolated"  # namespace of documents that were encoded alone
 AS_PUBLISHED = " as published"
 
@@ -98,14 +99,14 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def arms(base: Recipe, budgets: Sequence[float]) -> Iterator[tuple[str, str, Recipe]]:
     """Every arm at every budget: name, budget, recipe."""
-    for again, name in ((False, "ours"), (True, "rerun")):
-        ours = replace(base, selector="query", mean_ratio=None, rerun=again)
-        if not again:
-            yield name, "moved", replace(ours, strategy="none")
-            yield name, "first tokens", replace(ours, ratio=0.0)
-        for ratio in budgets:
-            yield name, f"{ratio:.0%}", replace(ours, ratio=ratio)
-    plain = replace(base, mean_ratio=None, floor_tokens=0, least_tokens=0, offset=0.0, rerun=True)
+    first = replace(base, selector="query", mean_ratio=None)
+    yield "ours", "moved", replace(first, strategy="none")
+    yield "ours", "first 4", replace(first, ratio=0.0)
+    for ratio in budgets:
+        yield "ours", f"{ratio:.0%}", replace(first, ratio=ratio)
+        yield "question", f"{ratio:.0%}", replace(first, ratio=ratio, mean_first=False)
+        yield "question, rerun", f"{ratio:.0%}", replace(first, ratio=ratio, mean_first=False, rerun=True)
+    plain = replace(base, mean_ratio=None, mean_first=False, floor_tokens=0, least_tokens=0, offset=0.0, rerun=True)
     for ending in ("", AS_PUBLISHED):
         for ratio in budgets:
             yield f"CacheBlend-K{ending}", f"{ratio:.0%}", replace(plain, selector="cacheblend-k", ratio=ratio)
@@ -201,14 +202,19 @@ def _mean(values: Sequence[float]) -> float:
 
 STYLES = {
     "ours": ("#1d4ed8", "o", 2.4),
-    "rerun": ("#60a5fa", "s", 1.8),
+    "question": ("#60a5fa", "s", 1.8),
+    "question, rerun": ("#93c5fd", "p", 1.8),
     "CacheBlend-K": ("#b45309", "v", 1.2),
     "CacheBlend-V": ("#d97706", "^", 1.2),
     "EPIC": ("#047857", "D", 1.2),
     "ProphetKV": ("#be123c", "x", 1.2),
     "AgentKVShift": ("#6b7280", "P", 1.2),
 }
-LABELS = {"ours": "ours: one pass", "rerun": "ours: new tokens run twice"}
+LABELS = {
+    "ours": "ours: first share of each document",
+    "question": "ours: what the question attends to",
+    "question, rerun": "the same, new tokens run twice",
+}
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -34,7 +34,7 @@ ANSWER_TOKENS = 12
 LIMIT_S = 60.0  # a model for which the calibration would take longer at load gets the default recipe
 CANDIDATES = tuple((selector, offset) for selector in ("query", "deviation") for offset in (0.5, 0.0))
 DEFAULT = CANDIDATES[0]  # as near as deviation over the answer, and nearer at its first token (docs/accuracy.md)
-_RATIO = 0.05  # of what was not warmed in several orders
+_RATIO, _MEAN_RATIO = 0.05, 0.03  # of what was met once, and of what was warmed in several orders
 MARGIN = 0.75  # two prompts are a small sample: the default stays unless another is clearly better
 _VERSION = 3
 
@@ -61,7 +61,7 @@ def recipe_of(config: EngineConfig) -> Recipe:
         strategy=config.repair,
         selector=selector if config.selector == "auto" else config.selector,
         ratio=_RATIO if config.repair_ratio is None else config.repair_ratio,
-        mean_ratio=0.0 if config.repair_ratio is None else None,
+        mean_ratio=_MEAN_RATIO if config.repair_ratio is None else None,
         least_tokens=config.repair_least_tokens,
         floor_tokens=config.floor_tokens,
         window_tokens=config.window_tokens,
@@ -111,7 +111,8 @@ class Calibrator:
         too_slow = token_s is not None and total * token_s > LIMIT_S
         if too_slow or max(len(p) for p in prompts) + ANSWER_TOKENS > self._runner.spec.window_tokens:
             return None
-        scores = self._measure(replace(base, mean_ratio=None), prompts)  # selectors differ where something is chosen
+        # Selectors differ where they choose something, which they do not of the means that these passages are kept as.
+        scores = self._measure(replace(base, mean_ratio=None, mean_first=False), prompts)
         write_scores(path, scores)
         return Calibration(_with(base, _best(scores)), scores)
 

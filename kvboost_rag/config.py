@@ -35,8 +35,8 @@ class EngineConfig:
         repair: strategy for approximate hits.
         selector: how "cacheblend" chooses tokens; "auto" uses what the calibration at load found best.
         repair_ratio: share of the approximate tokens that "cacheblend" recomputes beyond `floor_tokens`, 0..1. At 1
-            everything is recomputed, which equals a full prefill. None is 0.05, but 0 for documents that were warmed in
-            several orders, whose floor is enough (docs/accuracy.md).
+            everything is recomputed, which equals a full prefill. None is 0.05, but 0.03 for documents that were warmed
+            in several orders; of those, it is their first tokens (docs/accuracy.md).
         repair_least_tokens: least tokens of each moved run of fewer than 100 that "cacheblend" recomputes beyond the
             floor, whatever the ratio; a share of a short passage is too little to bind what it says.
         floor_tokens: first tokens of each moved run that are always recomputed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .planner import Plan
-from .repair import Recipe, Run, budgets
+from .repair import Recipe, Run, budgets, floors
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class CostModel:
         """
         rows = 0
         if recipe is not None and recipe.strategy != "none":
-            rows = recipe.floor_tokens
+            rows = sum(floors(recipe, (Run(0, tokens),)))
             if recipe.strategy == "selective":
                 rows += recipe.window_tokens
             elif recipe.strategy == "cacheblend":
@@ -56,7 +56,7 @@ class CostModel:
     def reuse(self, plan: Plan, recipe: Recipe) -> float:
         """Seconds of the plan as it stands."""
         n, moved, fresh = plan.prompt_tokens, plan.tokens("approximate"), plan.tokens("compute")
-        floor = sum(min(recipe.floor_tokens, r.end - r.start) for r in plan.runs)
+        floor = sum(floors(recipe, plan.runs))
         seen = 0.6 * n
         seconds = self.plan_s + self.move_s * (moved + plan.exact_end)
         picked = 0

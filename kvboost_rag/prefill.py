@@ -178,7 +178,7 @@ class _Request:
     def _joining(self) -> tuple[torch.Tensor, Positions]:
         """One pass over everything that is to be computed; what is chosen in its middle catches up there."""
         layer = self.band.stop
-        floor = floor_positions(self.plan.runs, self.recipe.floor_tokens)
+        floor = floor_positions(self.recipe, self.plan.runs)
         first = np.union1d(self.new, floor)
         probe = self._attention_of(self.new[self.new >= self.plan.pure_until][-PROBE_ROWS:], first, ends_pass=False)
         waiting = self._up_to(layer, first, probe)
@@ -293,7 +293,7 @@ class _Request:
     def _offset_from(self, rows: Positions, repaired: Positions) -> None:
         """Let the next pass, of ``rows``, shift what is not repaired by what the repaired tokens in it change."""
         if self.recipe.offset:
-            floor = floor_positions(self.plan.runs, self.recipe.floor_tokens)
+            floor = floor_positions(self.recipe, self.plan.runs)
             self.kv.before_write = _MeanOffset(self, rows, np.setdiff1d(repaired, floor))
 
 

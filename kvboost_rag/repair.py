@@ -50,9 +50,11 @@ class Recipe:
         ratio: share of the approximate tokens to recompute beyond the floor.
         mean_ratio: the share of runs whose KV is the mean of several histories, and so has less to repair; None is
             `ratio`.
+        mean_first: whether that share is taken from the beginning of such a run, without asking a probe: what is left
+            to repair in a mean lies where a new neighbour is near.
         least_tokens: least tokens of each short run, of fewer than 100, to recompute beyond the floor, whatever the
             ratio: a share of a short passage is too little to bind what it says.
-        floor_tokens: first tokens of each run that are always recomputed.
+        floor_tokens: least first tokens of each run that are always recomputed.
         window_tokens: seam window of "selective".
         probe_from, probe_to: band of layers, as shares of the depth, whose attention counts for "query"; the probe
             runs only up to the scores of the last of them.
@@ -67,6 +69,7 @@ class Recipe:
     selector: str = "query"
     ratio: float = 0.05
     mean_ratio: float | None = None
+    mean_first: bool = True
     least_tokens: int = 12
     floor_tokens: int = 4
     window_tokens: int = 16
@@ -97,9 +100,18 @@ class Selector:
     compared: Compared = "both"
 
 
-def floor_positions(runs: Sequence[Run], floor_tokens: int) -> Positions:
+def floors(recipe: Recipe, runs: Sequence[Run]) -> list[int]:
+    """How many of the first tokens of each run are recomputed, whatever a probe says."""
+    if recipe.strategy == "none":
+        return [0] * len(runs)
+    first = recipe.strategy == "cacheblend" and recipe.mean_first
+    shares = [round(_mean_ratio(recipe) * len(run)) if first and run.mean else 0 for run in runs]
+    return [min(len(run), max(recipe.floor_tokens, n)) for run, n in zip(runs, shares, strict=True)]
+
+
+def floor_positions(recipe: Recipe, runs: Sequence[Run]) -> Positions:
     """The first tokens of each run: attention sinks where they stood first, and not where they stand now."""
-    return _join([np.arange(r.start, min(r.end, r.start + floor_tokens)) for r in runs])
+    return _join([np.arange(r.start, r.start + n) for r, n in zip(runs, floors(recipe, runs), strict=True)])
 
 
 def seam_positions(runs: Sequence[Run], window_tokens: int) -> Positions:
@@ -115,12 +127,16 @@ def seam_positions(runs: Sequence[Run], window_tokens: int) -> Positions:
 
 def budgets(recipe: Recipe, runs: Sequence[Run]) -> list[int]:
     """Tokens to recompute for the sake of each run, beyond the floor."""
-    mean_ratio = recipe.ratio if recipe.mean_ratio is None else recipe.mean_ratio
+    mean_ratio = 0.0 if recipe.mean_first else _mean_ratio(recipe)
     lengths = np.array([len(run) for run in runs], np.int64)
     exact = np.cumsum([0.0, *(len(run) * (mean_ratio if run.mean else recipe.ratio) for run in runs)])
     shares = np.diff(np.round(exact)).astype(int)  # rounded together: they sum to the whole budget
     least = np.where(lengths < SHORT_TOKENS, recipe.least_tokens, 0)
     return np.minimum(lengths, np.maximum(shares, least)).tolist()  # type: ignore[no-any-return]
+
+
+def _mean_ratio(recipe: Recipe) -> float:
+    return recipe.ratio if recipe.mean_ratio is None else recipe.mean_ratio
 
 
 def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None) -> Positions:
@@ -135,7 +151,7 @@ def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None) -> Positi
         return np.empty(0, np.int64)
     if recipe.everything:
         return _join([np.arange(r.start, r.end) for r in runs])
-    floor = floor_positions(runs, recipe.floor_tokens)
+    floor = floor_positions(recipe, runs)
     if recipe.strategy == "selective":
         return _join([floor, seam_positions(runs, recipe.window_tokens)])
     if scores is None:

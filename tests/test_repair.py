@@ -18,6 +18,7 @@ from kvboost_rag.repair import (
     budgets,
     choose,
     floor_positions,
+    floors,
     seam_positions,
     top_positions,
     top_with_quota,
@@ -63,7 +64,7 @@ def test_cacheblend_takes_the_floor_and_just_its_budget(
 ) -> None:
     recipe = Recipe(selector=selector, ratio=ratio)
     chosen = choose(recipe, runs, scores)
-    floor = set(floor_positions(runs, 4).tolist())
+    floor = set(floor_positions(Recipe(floor_tokens=4), runs).tolist())
     assert floor <= set(chosen.tolist())
     assert len(chosen) == min(len(_inside(runs)), len(floor) + sum(budgets(recipe, runs)))
 
@@ -120,8 +121,8 @@ def test_the_whole_budget_is_every_moved_token() -> None:
 
 
 def test_the_floor_is_the_first_tokens_of_each_run() -> None:
-    assert floor_positions([Run(3, 40), Run(50, 52)], 4).tolist() == [3, 4, 5, 6, 50, 51]
-    assert floor_positions([Run(3, 40)], 0).tolist() == []
+    assert floor_positions(Recipe(floor_tokens=4), [Run(3, 40), Run(50, 52)]).tolist() == [3, 4, 5, 6, 50, 51]
+    assert floor_positions(Recipe(floor_tokens=0), [Run(3, 40)]).tolist() == []
 
 
 def test_selective_repairs_a_window_of_both_sides_of_every_seam() -> None:
@@ -176,6 +177,11 @@ def test_a_budget_is_a_share_of_each_run_and_never_too_little_for_a_short_one() 
 
 def test_a_mean_of_several_histories_has_a_budget_of_its_own() -> None:
     runs = [Run(0, 300), Run(300, 600, mean=True), Run(600, 630, mean=True)]
-    assert budgets(Recipe(ratio=0.1, mean_ratio=0.0), runs) == [30, 0, 12]
-    assert budgets(Recipe(ratio=0.1), runs) == [30, 30, 12]
-    assert budgets(Recipe(ratio=0.0, mean_ratio=0.1), runs) == [0, 30, 12]
+    first, chosen = Recipe(ratio=0.1), Recipe(ratio=0.1, mean_first=False)
+    assert (floors(first, runs), budgets(first, runs)) == ([4, 30, 4], [30, 0, 12])
+    assert (floors(chosen, runs), budgets(chosen, runs)) == ([4, 4, 4], [30, 30, 12])
+    default = Recipe(ratio=0.1, mean_ratio=0.0)
+    assert (floors(default, runs), budgets(default, runs)) == ([4, 4, 4], [30, 0, 12])
+    assert floors(Recipe(strategy="none"), runs) == [0, 0, 0]
+    assert floors(Recipe(strategy="selective"), runs) == [4, 4, 4]
+    assert choose(first, [runs[1]], None).tolist() == list(range(300, 330))
