@@ -35,7 +35,7 @@ class EngineConfig:
         repair: strategy for approximate hits.
         selector: how "cacheblend" chooses tokens; "auto" uses what the calibration at load found best.
         repair_ratio: share of the approximate tokens that "cacheblend" recomputes beyond `floor_tokens`, 0..1. At 1
-            everything is recomputed, which equals a full prefill. None is 0.05, but 0.03 for documents that were warmed
+            everything is recomputed, which equals a full prefill. None is 0.05, but 0.04 for documents that were warmed
             in several orders; of those, it is their first tokens (docs/accuracy.md).
         repair_least_tokens: least tokens of each moved run of fewer than 100 that "cacheblend" recomputes beyond the
             floor, whatever the ratio; a share of a short passage is too little to bind what it says.
@@ -102,7 +102,7 @@ class EngineConfig:
     overlap_tokens: int = 0
     sink_tokens: int = 0
     pack_tokens: int = 1536
-    pack_orders: int = 2
+    pack_orders: int = 3
     ram_budget_bytes: int = 2 << 30
     disk_path: Path | str | None = None
     disk_budget_bytes: int = 16 << 30
