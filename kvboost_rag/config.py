@@ -54,8 +54,8 @@ class EngineConfig:
             each alone.
         pack_orders: in so many orders every pack is encoded, and the mean of what they give is kept, so that no one
             neighbour leaves its mark on a document: at no cost to a prompt, but warming takes so many times as long. 2
-            keep neighbours side by side; 3 and 4 also reverse the pack, which is nearer where documents do not refer to
-            their neighbours; 1 keeps the KV of one order as it is.
+            keep neighbours side by side, for documents that refer to them; more also reverse the pack, which is nearer
+            for all others; 1 keeps the KV of one order as it is.
         ram_budget_bytes: hard limit of stored KV in RAM, including what is being written.
         disk_path: folder that keeps stored KV beyond the life of the process, shared by processes; None keeps it in RAM
             only. Prompts as they were served always stay in RAM. See docs/store.md.
