@@ -133,16 +133,6 @@ class Doors:
             yield
 
     @contextmanager
-    def background(self, cancel: threading.Event | None = None) -> Iterator[None]:
-        """Compute what nobody waits for, such as audits: passes in this block run while no request wants the model.
-
-        Raises:
-            Cancelled: ``cancel`` was set.
-        """
-        with self._inside(), self._scheduler.turn(Turn(math.inf, cancel, background=True)):
-            yield
-
-    @contextmanager
     def _inside(self) -> Iterator[None]:
         self.must_be_open()
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import random
 import threading
 import time
@@ -21,6 +22,7 @@ from kvboost_rag import ConfigError, Engine, EngineClosedError, EngineConfig, Re
 from kvboost_rag.chunks import as_ids
 from kvboost_rag.planner import make_plan
 from kvboost_rag.repair import Recipe
+from kvboost_rag.scheduler import Turn
 from tests.tiny import LIMIT, SERVED, engine_of, new_model, off_by, plain_answer, prompt_of, random_ids, text
 
 DOCUMENTS = [text(seed, 22) for seed in range(300, 306)]
@@ -636,7 +638,7 @@ def test_background_work_waits_while_anybody_is_answered() -> None:
     events: list[int] = []
 
     def audit() -> None:
-        with engine._doors.background():
+        with engine._scheduler.turn(Turn(math.inf, background=True)):
             executor.run(ids, make_plan(len(ids), ()), {}, Recipe())
 
     stream = engine.stream(PROMPTS[0], sampling=SamplingParams(max_tokens=40))

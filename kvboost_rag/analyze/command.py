@@ -17,7 +17,7 @@ from ..hf import load_pretrained, load_tokenizer
 from ..model_spec import inspect_model
 from ..runner import ModelRunner
 from ..selfcheck import self_check
-from ..store import codec_for
+from ..store import KVShape, codec_for
 from ..store_command import bytes_of
 from ..synthetic import COSTS
 from .analysis import Log, analyze
@@ -158,9 +158,9 @@ def _measured(name: str) -> Model:
     except UnsupportedModelError as error:
         raise ConfigError(f"{name} cannot move what it stored, so only reuse='exact' is open to it: {error}") from error
     costs = measure_costs(runner, rope, codec)
-    token_bytes = spec.layers * spec.kv_heads * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize
+    shape = KVShape(spec.layers, spec.kv_heads, spec.head_dim, spec.value_dim, spec.dtype)
     said = f"seconds by costs measured on this machine ({1 / costs.token_s:,.0f} tokens/s of prefill)"
-    return Model(ModelEncoding(tokenizer, name), costs, said, token_bytes, spec.window_tokens)
+    return Model(ModelEncoding(tokenizer, name), costs, said, codec.nbytes(shape, 1), spec.window_tokens)
 
 
 def assumed_costs(tokens_per_s: float) -> CostModel:
