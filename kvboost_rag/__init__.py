@@ -12,11 +12,13 @@ from .errors import (
     StoreError,
     UnsupportedModelError,
 )
+from .observing import Observer, RequestRecord
 from .stats import (
     AuditStats,
     Delta,
     DiskStats,
     EngineStats,
+    Fallback,
     Generation,
     NamespaceAudits,
     Prefill,
@@ -35,11 +37,14 @@ __all__ = [
     "EngineClosedError",
     "EngineConfig",
     "EngineStats",
+    "Fallback",
     "Generation",
     "KVBoostError",
     "NamespaceAudits",
+    "Observer",
     "Prefill",
     "PromptError",
+    "RequestRecord",
     "RequestTimeoutError",
     "SamplingParams",
     "StoreError",

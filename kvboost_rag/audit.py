@@ -25,7 +25,7 @@ from .repair import Recipe
 from .request import Request
 from .scheduler import Turn
 from .serving import Served
-from .stats import AuditStats, NamespaceAudits, Usage
+from .stats import AuditStats, Fallback, NamespaceAudits, Usage
 
 _NOTHING = Recipe(strategy="none")  # nothing is repaired where everything is computed
 MOST_PENDING = 16  # audits that wait; each holds a prompt's ids and one row of logits
@@ -116,12 +116,12 @@ class Auditor:
         # Torch must not be in a forward while the interpreter goes.
         weakref.finalize(self, _halt, self._stopped, self._at_work, self._threads)
 
-    def narrow(self, namespace: str, mode: Reuse) -> tuple[Reuse, str | None]:
+    def narrow(self, namespace: str, mode: Reuse) -> tuple[Reuse, Fallback | None]:
         """The mode that a namespace may use, and why it is narrower than what was asked for."""
         if mode != "approximate" or not self._exact:
             return mode, None
         reason = self._exact.get(namespace)
-        return (mode, None) if reason is None else ("exact", reason)
+        return (mode, None) if reason is None else ("exact", Fallback("drift", reason))
 
     def resume(self, namespace: str) -> bool:
         """Let a namespace use approximate reuse again, and count its audits anew; whether it could not."""

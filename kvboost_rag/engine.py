@@ -27,10 +27,11 @@ from .fingerprints import Watch, fingerprint
 from .forgetting import chunks_holding
 from .hf import load_pretrained, stop_strings
 from .kv import Cancelled
+from .observing import Observers
 from .options import Options, mode_of
 from .prompts import as_texts
 from .repair import Recipe
-from .request import Doors, Live, Request, cancelled, deadline
+from .request import Call, Doors, Live, Method, Request, cancelled, deadline, is_chat
 from .scheduler import scheduler_of
 from .stats import Delta, EngineStats, Generation, Prefill, Totals, WarmReport
 from .streaming import Deltas, astream, in_thread
@@ -66,7 +67,7 @@ class Engine:
         self._fingerprints: OrderedDict[Hashable, str] = OrderedDict()
         self._auditor = Auditor(self._config, self._current_fingerprint)
         self._assemble()
-        self._totals = Totals()
+        self._totals, self._observers = Totals(), Observers()
         self._live = Live()
 
     @classmethod
@@ -150,23 +151,13 @@ class Engine:
         store: bool | None = None,
     ) -> Prefill:
         """Compute everything before the first answer token; the cache is the caller's."""
-        request = self._request(prompt, namespace=namespace, reuse=reuse, tools=tools, store=store)
-        with self._doors.request(request.cancel):
-            served, first = self._serving.prefill(request)
-        self._totals.add(served.usage(), served.fallback_reason)
-        self._auditor.offer(request, served)
-        end = time.perf_counter()
-        return Prefill(
-            logits=served.executed.logits,
-            cache=served.executed.cache,
-            token_ids=tuple(request.ids.tolist()),
-            plan=served.plan,
-            usage=served.usage(),
-            timing=served.timing(
-                request, ttft_s=first - request.started, total_s=end - request.started, store_s=end - first
-            ),
-            fallback_reason=served.fallback_reason,
-        )
+        request = self._request("prefill", prompt, namespace=namespace, reuse=reuse, tools=tools, store=store)
+        with self._observers.following(request) as ending:
+            with self._doors.request(request.cancel):
+                prefill, served = self._serving.prefill(request)
+            self._totals.add(prefill.usage, served.fallback)
+            self._auditor.offer(request, served)
+            return ending.note(prefill, served.plan, served.fallback)
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """Answer a prompt: text (tokenised as Hugging Face would), chat messages, or token ids.
@@ -176,24 +167,24 @@ class Engine:
             ConfigError: a bad namespace or mode.
             RequestTimeoutError: no answer within ``timeout_s``.
         """
-        return self._answer(self._request(prompt, **options), _ignore)
+        return self._answer(self._request("generate", prompt, **options), _ignore)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Deltas:
         """Answer a prompt piece by piece; the last delta carries the `Generation`. Options are those of `generate`.
 
         Bad input raises here, not at the first step. Closing the iterator stops the computation.
         """
-        request = self._request(prompt, **options)
+        request = self._request("stream", prompt, **options)
         return Deltas(lambda put: self._feed(request, put), request.cancel)
 
     async def agenerate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """`generate` off the event loop; cancelling the task stops the computation."""
-        request = await asyncio.to_thread(self._request, prompt, **options)
+        request = await asyncio.to_thread(self._request, "generate", prompt, **options)
         return await in_thread(lambda: self._answer(request, _ignore), request.cancel)
 
     async def astream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Delta, None]:
         """`stream` off the event loop; leaving the iterator or cancelling the task stops the computation."""
-        request = await asyncio.to_thread(self._request, prompt, **options)
+        request = await asyncio.to_thread(self._request, "stream", prompt, **options)
         async with contextlib.aclosing(astream(lambda put: self._feed(request, put), request.cancel)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -231,7 +222,7 @@ class Engine:
         before = shortest[0][: shortest[1]]
         if len(before) + ANCHOR_TOKENS > self._window_tokens:
             raise ContextOverflowError(len(before), self._window_tokens, extra=" (the context, without a document)")
-        return self._warmer.warm(
+        report = self._warmer.warm(
             scope,
             before,
             [ids[len(before) :] for ids, _ in encoded],
@@ -240,6 +231,7 @@ class Engine:
             show_progress=show_progress,
             started=started,
         )
+        return self._totals.warmed(report)
 
     def forget(self, texts: str | Sequence[str], *, namespace: str | None = None) -> int:
         """Drop every chunk that holds a document, warmed or seen inside prompts; returns how many.
@@ -285,6 +277,11 @@ class Engine:
         return self._auditor.resume(self._scope(namespace).namespace)
 
     @property
+    def observers(self) -> Observers:
+        """Who is told of every request that ends: ``engine.observers.add(observer)``, see docs/observability.md."""
+        return self._observers
+
+    @property
     def recipe(self) -> Recipe:
         """How approximate hits are repaired now. Set it to try another recipe on the same store."""
         return self._serving.recipe
@@ -304,8 +301,14 @@ class Engine:
         self._auditor.close()
         self._library.close()
 
-    def _request(
+    def _request(self, method: Method, prompt: Prompt, **options: Unpack[Options]) -> Request:
+        call = Call(method, is_chat(prompt))
+        with self._observers.refusing(call):
+            return self._checked(call, prompt, **options)
+
+    def _checked(
         self,
+        call: Call,
         prompt: Prompt,
         *,
         sampling: SamplingParams | None = None,
@@ -315,7 +318,6 @@ class Engine:
         store: bool | None = None,
         timeout_s: float | None = None,
     ) -> Request:
-        started = time.perf_counter()
         scope = self._scope(namespace)
         check_is(sampling, SamplingParams, "sampling")
         mode, narrowed = self._auditor.narrow(scope.namespace, mode_of(self.config, reuse))
@@ -324,13 +326,13 @@ class Engine:
         ids = self._encoder.encode(prompt, tools=tools)
         self._check_length(ids)
         request = Request(
+            call,
             ids,
             scope,
             mode,
             sampling or SamplingParams(),
             self.config.store_prompts if store is None else store,
-            started,
-            time.perf_counter() - started,
+            time.perf_counter() - call.started,
             None if timeout_s is None else check_timeout(timeout_s),
             narrowed,
         )
@@ -378,14 +380,15 @@ class Engine:
             return self._fingerprints[state]
 
     def _answer(self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None]) -> Generation:
-        try:
-            with deadline(request), self._doors.request(request.cancel):
-                generation, served = self._serving.answer(request, on_delta)
-        except Cancelled:
-            return cancelled(request)
-        self._totals.add(generation.usage, served.fallback_reason)
-        self._auditor.offer(request, served, generation.token_ids)
-        return generation
+        with self._observers.following(request) as ending:
+            try:
+                with deadline(request), self._doors.request(request.cancel):
+                    generation, served = self._serving.answer(request, on_delta)
+            except Cancelled:
+                return ending.note(cancelled(request))
+            self._totals.add(generation.usage, served.fallback)
+            self._auditor.offer(request, served, generation.token_ids)
+            return ending.note(generation, served.plan, served.fallback)
 
     def _feed(self, request: Request, put: Callable[[Delta], None]) -> Generation:
         return self._answer(request, lambda text, ids: put(Delta(text=text, token_ids=ids)))

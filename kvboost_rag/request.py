@@ -7,16 +7,42 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .chunks import IntArray, Scope
 from .config import Reuse, SamplingParams
 from .errors import EngineClosedError, RequestTimeoutError
 from .kv import Cancelled
 from .scheduler import PATIENCE_S, Scheduler, Turn
-from .stats import Generation, Timing, Usage
+from .stats import Fallback, Generation, Timing, Usage
+
+Method = Literal["generate", "stream", "prefill"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """How a request was made.
+
+    Attributes:
+        method: of the engine; "generate" and "stream" are also their async forms.
+        chat: whether the prompt is messages.
+        started: `time.perf_counter` at call entry.
+        context: of the caller: its current span, for instance.
+    """
+
+    method: Method
+    chat: bool
+    started: float = field(default_factory=time.perf_counter)
+    context: Context = field(default_factory=copy_context, repr=False)
+
+
+def is_chat(prompt: object) -> bool:
+    """Whether a prompt is chat messages."""
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -24,12 +50,12 @@ class Request:
     """A prompt on its way.
 
     Attributes:
+        call: how it was made.
         ids: int32 ``(n,)``.
         scope: whose chunks it may use.
         reuse: mode of this call.
         sampling: how to continue.
         store: whether to keep new text.
-        started: `time.perf_counter` at call entry.
         tokenize_s: seconds from entry to ids.
         timeout_s: seconds after `started` when to give up; None never.
         narrowed: why `reuse` is narrower than what was asked for; None if it is not.
@@ -37,17 +63,22 @@ class Request:
         cancel: set by whoever gives up.
     """
 
+    call: Call
     ids: IntArray
     scope: Scope
     reuse: Reuse
     sampling: SamplingParams
     store: bool
-    started: float
     tokenize_s: float
     timeout_s: float | None = None
-    narrowed: str | None = None
+    narrowed: Fallback | None = None
     forgotten: bool = False
     cancel: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def started(self) -> float:
+        """`time.perf_counter` at call entry."""
+        return self.call.started
 
 
 class Live:

@@ -30,7 +30,7 @@ from .request import Request
 from .runner import ModelRunner
 from .scheduler import Turn
 from .sharing import OnTheWay, Sharing
-from .stats import FinishReason, Generation, Timing, Usage
+from .stats import Fallback, FinishReason, Generation, Prefill, Timing, Usage
 
 WORTH = 0.7  # an approximation must be predicted to take less than this share of an exact prefill
 REPLANS = 3  # chunks may be evicted between lookup and pin; after so many tries the prompt is simply computed
@@ -43,7 +43,7 @@ class Served:
     Attributes:
         plan: what was run.
         executed: cache and logits.
-        fallback_reason: why less was reused than was found.
+        fallback: why less was reused than was found.
         new: stretches of the prompt that nothing stored holds.
         recipe: what repaired it.
         queue_s, lookup_s, prefill_s: seconds, see `Timing`.
@@ -53,7 +53,7 @@ class Served:
 
     plan: Plan
     executed: Executed
-    fallback_reason: str | None
+    fallback: Fallback | None
     new: tuple[tuple[int, int], ...]
     recipe: Recipe
     queue_s: float
@@ -61,6 +61,11 @@ class Served:
     prefill_s: float
     fetch_s: float = 0.0
     stored_tokens: int = 0
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """`fallback` in a sentence."""
+        return None if self.fallback is None else self.fallback.text
 
     def usage(self, completion_tokens: int = 0) -> Usage:
         """Tokens of the request."""
@@ -110,8 +115,8 @@ class Serving:
         self._generator, self._sharing = Generator(runner), Sharing()
         self._lossy = lossy  # whether chunks lose something when they are stored
 
-    def prefill(self, request: Request) -> tuple[Served, float]:
-        """Fill a cache with the prompt, and keep what is new; returns also when the cache was full.
+    def prefill(self, request: Request) -> tuple[Prefill, Served]:
+        """Fill a cache with the prompt, and keep what is new.
 
         Raises:
             Cancelled: the caller gave up.
@@ -120,7 +125,19 @@ class Serving:
             served = self._fill(request, way)
             filled = time.perf_counter()
             self.keep(request, served)
-        return served, filled
+        end = time.perf_counter()
+        prefill = Prefill(
+            logits=served.executed.logits,
+            cache=served.executed.cache,
+            token_ids=tuple(request.ids.tolist()),
+            plan=served.plan,
+            usage=served.usage(),
+            timing=served.timing(
+                request, ttft_s=filled - request.started, total_s=end - request.started, store_s=end - filled
+            ),
+            fallback_reason=served.fallback_reason,
+        )
+        return prefill, served
 
     def _on_the_way(self, request: Request) -> AbstractContextManager[OnTheWay | None]:
         if request.reuse == "off":
@@ -147,7 +164,7 @@ class Serving:
                 break
         else:
             plan, new = make_plan(len(request.ids), ()), ()
-            reason = "the chunks that were found are evicted by now"
+            reason = Fallback("evicted", "the chunks that were found are evicted by now")
             planned = fetched = time.perf_counter()
             executed, waited_s = self._execute(request, plan, {}, room, recipe)
         if way is not None:
@@ -244,14 +261,14 @@ class Serving:
             self._library.delete([header.key for header in kept])
             served.stored_tokens = 0
 
-    def _plan(self, request: Request, recipe: Recipe) -> tuple[Plan, str | None, tuple[tuple[int, int], ...]]:
+    def _plan(self, request: Request, recipe: Recipe) -> tuple[Plan, Fallback | None, tuple[tuple[int, int], ...]]:
         n = len(request.ids)
         if request.reuse == "off":
             return make_plan(n, ()), None, ()
         static = self._runner.spec.static_rope_tokens
         if static is not None and n > static:
             reason = f"the prompt has {n} tokens and the rotary frequencies change beyond {static}"
-            return make_plan(n, ()), reason, ()
+            return make_plan(n, ()), Fallback("rotary", reason), ()
         # Text already stored is looked up even when this call may not use it, so that it is not stored again.
         moves, token_s = self._config.reuse == "approximate", self.costs.token_s if self.costs else None
         match = self._library.match(request.scope, request.ids, approximate=moves, token_s=token_s)
@@ -267,17 +284,19 @@ class Serving:
         return (full if too_dear is None else without_approximate(full)), too_dear, new
 
     @property
-    def _no_exact(self) -> str:
-        return f"nothing stored with kv_bits={self._config.kv_bits!r} is exact"
+    def _no_exact(self) -> Fallback:
+        return Fallback("codec", f"nothing stored with kv_bits={self._config.kv_bits!r} is exact")
 
-    def _fallback(self, plan: Plan, recipe: Recipe) -> str | None:
+    def _fallback(self, plan: Plan, recipe: Recipe) -> Fallback | None:
         if self.costs is None or not self._config.fallback:
             return None
         reuse = self.costs.reuse(plan, recipe) + self._library.loading_s(plan.keys)
         compute = self.costs.compute(plan) + self._library.loading_s(without_approximate(plan).keys)
         if reuse < WORTH * compute:
             return None
-        return f"reuse is not worth an approximation: {reuse:.3g} s predicted, computing takes {compute:.3g} s"
+        return Fallback(
+            "cost", f"reuse is not worth an approximation: {reuse:.3g} s predicted, computing takes {compute:.3g} s"
+        )
 
     def _execute(self, request: Request, plan: Plan, chunks: Any, room: int, recipe: Recipe) -> tuple[Executed, float]:
         share = recipe.ratio if plan.runs else 0.0

@@ -14,6 +14,22 @@ if TYPE_CHECKING:
     from .planner import Plan
 
 FinishReason = Literal["stop", "length", "cancelled"]
+FallbackKind = Literal["cost", "evicted", "rotary", "codec", "drift"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Why less was reused than was asked for, or found.
+
+    Attributes:
+        kind: "cost": reuse was predicted to take as long as computing; "evicted": what was found had left the store;
+            "rotary": the prompt is longer than the rotary frequencies stay the same for; "codec": nothing stored in
+            fewer bits is exact; "drift": audits switched the namespace to exact reuse.
+        text: the same in a sentence, with figures.
+    """
+
+    kind: FallbackKind
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +262,8 @@ class EngineStats:
         requests: finished prefills.
         prompt_tokens, exact_tokens, approximate_tokens, repaired_tokens, computed_tokens, completion_tokens,
             stored_tokens: sums of usage.
-        fallbacks: requests by fallback reason.
+        fallbacks: requests by kind of fallback, see `Fallback`.
+        warmed_documents, warmed_tokens, warm_s: what `warm` computed and stored, and the seconds of its calls.
         chunks, stored_bytes, budget_bytes, pinned_bytes: state of the RAM store.
         evictions, rejections: chunks pushed out of, or refused by, the RAM store.
         disk: state of the store on disk; None without one.
@@ -261,7 +278,10 @@ class EngineStats:
     computed_tokens: int = 0
     completion_tokens: int = 0
     stored_tokens: int = 0
-    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    fallbacks: Mapping[FallbackKind, int] = field(default_factory=dict)
+    warmed_documents: int = 0
+    warmed_tokens: int = 0
+    warm_s: float = 0.0
     chunks: int = 0
     stored_bytes: int = 0
     budget_bytes: int = 0
@@ -278,19 +298,27 @@ class Totals:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
-        self._fallbacks: Counter[str] = Counter()
+        self._fallbacks: Counter[FallbackKind] = Counter()
+        self._warm_s = 0.0
 
-    def add(self, usage: Usage, fallback_reason: str | None) -> None:
+    def add(self, usage: Usage, fallback: Fallback | None) -> None:
         """Count one request."""
         with self._lock:
             self._sums["requests"] += 1
             for part in fields(Usage):
                 self._sums[part.name] += getattr(usage, part.name)
-            if fallback_reason is not None:
-                self._fallbacks[fallback_reason.split(":")[0]] += 1
+            if fallback is not None:
+                self._fallbacks[fallback.kind] += 1
+
+    def warmed(self, report: WarmReport) -> WarmReport:
+        """Count a call of `warm`."""
+        with self._lock:
+            self._sums.update(warmed_documents=report.computed, warmed_tokens=report.tokens)
+            self._warm_s += report.seconds
+        return report
 
     def snapshot(self, **store: Any) -> EngineStats:
         """The sums so far, together with the state of the store."""
         with self._lock:
             sums: dict[str, Any] = dict(self._sums)
-            return EngineStats(**sums, fallbacks=dict(self._fallbacks), **store)
+            return EngineStats(**sums, fallbacks=dict(self._fallbacks), warm_s=self._warm_s, **store)
