@@ -7,6 +7,7 @@
     ├── UnsupportedModelError  the model cannot be served in the asked mode
     ├── TraceError             a trace that cannot be written, read or replayed
     ├── StoreError             a folder of stored KV that cannot be used as it is
+    ├── MissingExtraError      an optional extra is not installed; also an `ImportError`
     ├── RequestTimeoutError    no answer within the time that was asked for
     └── EngineClosedError      the engine was closed
 
@@ -74,6 +75,23 @@ class TraceError(KVBoostError, ValueError):
 
 class StoreError(KVBoostError):
     """A folder of stored KV cannot be used as it is: no store, damaged, of a newer version, or read-only."""
+
+
+class MissingExtraError(KVBoostError, ImportError):
+    """A package that only an optional extra brings is not installed.
+
+    Attributes:
+        extra: the one that brings it.
+    """
+
+    def __init__(self, what: str, missing: ModuleNotFoundError, *, extra: str) -> None:
+        self.extra = extra
+        # What is missing may be a package of that package, whose own message is of no use to anybody.
+        super().__init__(
+            f"{what} needs the package {(missing.name or '?').partition('.')[0]!r}, which is not installed; "
+            f"install it with: pip install 'kvboost-rag[{extra}]'",
+            name=missing.name,
+        )
 
 
 class RequestTimeoutError(KVBoostError, TimeoutError):

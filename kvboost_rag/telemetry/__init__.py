@@ -1,0 +1,1 @@
+"""What an engine does, for tools that watch services: `prometheus` and `otel`, each an optional extra."""
