@@ -23,7 +23,7 @@ ARGS ?=
 PIP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint typecheck check bench bench-peers clean
+.PHONY: help setup demo test test-all lint typecheck check bench bench-peers docs examples clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 20
@@ -66,6 +66,13 @@ bench: $(STAMP) ## Measure fidelity and time to first token (see benchmarks/READ
 bench-peers: $(STAMP) ## Compare with other ways to reuse KV, each in a process of its own
 	@model=$$($(BIN)/python scripts/fetch_assets.py model $(if $(MODEL),--id '$(MODEL)')) && mkdir -p results && \
 	$(BIN)/python benchmarks/peers.py --model "$$model" --json results/peers.json --markdown results/peers.md $(ARGS)
+
+docs: $(STAMP) ## Build the documentation site in build/docs; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs build/docs
+	@echo build/docs/index.html
+
+examples: $(STAMP) ## Make the notebooks in examples/ from the scripts beside them
+	$(BIN)/python scripts/make_notebooks.py
 
 clean: ## Remove the environment and everything built
 	rm -rf $(VENV) build dist results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
