@@ -60,6 +60,16 @@ class Usage:
         """Prompt tokens that no stored chunk held."""
         return self.prompt_tokens - self.exact_tokens - self.approximate_tokens
 
+    @property
+    def read_tokens(self) -> int:
+        """Prompt tokens that were read from the store."""
+        return self.exact_tokens + self.approximate_tokens
+
+    @property
+    def written_tokens(self) -> int:
+        """Prompt tokens that were added to the store; an answer may be kept too, which this does not count."""
+        return min(self.stored_tokens, self.new_tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:

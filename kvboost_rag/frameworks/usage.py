@@ -23,8 +23,7 @@ def reuse_of(generation: Generation) -> dict[str, Any]:
 def cached_tokens(generation: Generation) -> tuple[int, int]:
     """Prompt tokens that were read from the store, and those that were added to it."""
     usage = generation.usage
-    # An answer may be kept too, but this counts input.
-    return usage.exact_tokens + usage.approximate_tokens, min(usage.stored_tokens, usage.new_tokens)
+    return usage.read_tokens, usage.written_tokens
 
 
 def finish_reason(generation: Generation, *, calls: bool = False, hurried: bool = False) -> str:
