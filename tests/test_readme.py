@@ -19,7 +19,7 @@ def run_blocks(page: Path, model_path: Path, names: dict[str, Any]) -> None:
     assert blocks
     for block in blocks:
         code = block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(model_path))
-        exec(compile(code, str(page), "exec"), names)
+        exec(compile(code, str(page), "exec", dont_inherit=True), names)
 
 
 @pytest.mark.model
