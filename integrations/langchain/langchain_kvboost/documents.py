@@ -44,7 +44,7 @@ def warm_documents(
         show_progress: draw a progress bar.
 
     Returns:
-        The engine's report, summed. It counts distinct texts: a duplicate is warmed once and counted once.
+        The engine's report, summed over distinct texts; a duplicate is warmed once and counted once.
 
     Raises:
         PromptError: a document cannot be rendered; says which, and why.
