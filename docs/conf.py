@@ -29,7 +29,6 @@ html_show_sourcelink = False
 pygments_style = "default"
 pygments_dark_style = "monokai"
 
-autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
@@ -70,7 +69,15 @@ def _mend_docstring(app: Any, what: str, name: str, thing: Any, options: Any, li
         lines[:0] = ["..", ""]  # an empty comment, since blank lines are passed over
 
 
+def _shorten_signature(
+    app: Any, what: str, name: str, thing: Any, options: Any, signature: str | None, returned: str | None
+) -> tuple[str | None, str | None] | None:
+    """Frameworks' classes are pydantic models with dozens of inherited fields; the pages have tables of what counts."""
+    return ("(**fields)", None) if what == "class" and hasattr(thing, "model_fields") else None
+
+
 def setup(app: Any) -> None:
     """Before MyST and napoleon see the text."""
     app.connect("source-read", _name_files_outside)
+    app.connect("autodoc-process-signature", _shorten_signature)
     app.connect("autodoc-process-docstring", _mend_docstring, priority=400)
