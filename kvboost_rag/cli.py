@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from .config import EngineConfig, KVBits, Reuse
 from .engine import Engine
-from .errors import KVBoostError, UnsupportedModelError
+from .errors import KVBoostError, MissingExtraError, UnsupportedModelError
 from .store_command import store
 from .trace_command import trace
 from .warm_command import warm
@@ -46,13 +46,12 @@ def main(arguments: list[str] | None = None) -> int:
 def _run_found(point: EntryPoint, arguments: list[str]) -> int:
     try:
         command: Callable[[list[str]], int] = point.load()
-    except ModuleNotFoundError as error:
-        print(
-            f"error: `kvboost-rag {point.name}` needs the package {error.name!r}; "
-            f"install it with: pip install 'kvboost-rag[{point.name}]'",
-            file=sys.stderr,
-        )
-        return 1
+    except ImportError as error:
+        if not error.name:
+            raise
+        missing = MissingExtraError(f"`kvboost-rag {point.name}`", error, extra=point.name)
+        print(f"error: {missing}", file=sys.stderr)
+        return 2
     return command(arguments)
 
 
@@ -60,15 +59,17 @@ def _check(model: str) -> int:
     """Load a model in the widest mode that serves it, and print what the self-check measured."""
     for reuse in MODES:
         try:
-            engine = Engine.from_pretrained(model, config=EngineConfig(reuse=reuse))
+            engine = Engine.from_pretrained(model, config=EngineConfig(reuse=reuse), show_progress=True)
         except UnsupportedModelError as error:
             print(f"reuse={reuse!r}: no. {error}")
-        except (KVBoostError, OSError, ValueError) as error:  # transformers raises the last two
-            print(f"error: {model} cannot be loaded: {error}", file=sys.stderr)
+        except KVBoostError as error:
+            print(f"error: {error}", file=sys.stderr)
             return 2
         else:
             print(f"reuse={reuse!r}: yes. {_figures(engine)}")
             engine.close()
+            if getattr(engine.tokenizer, "chat_template", None) is None:
+                print("no chat template: prompts must be strings, not messages")
             if reuse == "approximate":
                 _check_codecs(engine)
             return 0

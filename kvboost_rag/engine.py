@@ -79,6 +79,7 @@ class Engine:
         dtype: Any = "auto",
         device: Any = "auto",
         config: EngineConfig | None = None,
+        show_progress: bool = False,
         **hf_options: Any,
     ) -> Engine:
         """Load a model by hub id or folder and build an engine on it.
@@ -89,13 +90,17 @@ class Engine:
             dtype: torch dtype or "auto" for the checkpoint's own.
             device: torch device or "auto" for CUDA where there is one.
             config: see `EngineConfig`.
+            show_progress: draw a progress bar, in a terminal or notebook.
             hf_options: for `AutoModelForCausalLM.from_pretrained`.
+
+        Raises:
+            ModelLoadError: there is no such model, it is damaged, or it does not fit the memory.
         """
         check_is(config, EngineConfig, "config")
         if ours := sorted(EngineConfig.__dataclass_fields__.keys() & hf_options.keys()):
             raise ConfigError(f"{ours[0]} is no option of transformers; give it as config=EngineConfig({ours[0]}=…)")
-        loaded, tokenizer = load_pretrained(model, gguf_file=gguf_file, dtype=dtype, device=device, **hf_options)
-        return cls(loaded, tokenizer, config)
+        options = {"gguf_file": gguf_file, "dtype": dtype, "device": device, "show_progress": show_progress}
+        return cls(*load_pretrained(model, **options, **hf_options), config)
 
     @property
     def model(self) -> Any:
@@ -206,7 +211,7 @@ class Engine:
                 Documents encoded behind it are an exact hit as first document. Without one, in approximate mode,
                 the documents of a call are encoded one behind another (see `EngineConfig.pack_tokens`), so give many
                 at once: one in a call of its own costs the one before it again. In exact mode each is encoded alone.
-            show_progress: draw a progress bar.
+            show_progress: draw a progress bar, in a terminal or notebook.
 
         Raises:
             PromptError: a document is not text. Nothing of this call is stored then.
@@ -324,7 +329,8 @@ class Engine:
         if sampling is not None:
             stop_strings(self.model, self.tokenizer, sampling)  # raises here, and not at the first step of a stream
         ids = self._encoder.encode(prompt, tools=tools)
-        self._check_length(ids)
+        if len(ids) > self._window_tokens:
+            raise ContextOverflowError(len(ids), self._window_tokens)
         request = Request(
             call,
             ids,
@@ -344,10 +350,6 @@ class Engine:
         self._warmer.part_company(namespace, forgotten)
         self._live.keep_nothing_of(namespace)
         self._auditor.drop(namespace)
-
-    def _check_length(self, ids: IntArray) -> None:
-        if len(ids) > self._window_tokens:
-            raise ContextOverflowError(len(ids), self._window_tokens)
 
     def _scope(self, namespace: str | None) -> Scope:
         self._doors.must_be_open()

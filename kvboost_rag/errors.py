@@ -4,6 +4,7 @@
     ├── ConfigError            a configuration value that cannot take effect
     ├── PromptError            a prompt, document or message that cannot be run
     │   └── ContextOverflowError   prompt (plus answer) longer than the model's window
+    ├── ModelLoadError         there is no such model, or it cannot be loaded here; also an `OSError`
     ├── UnsupportedModelError  the model cannot be served in the asked mode
     ├── TraceError             a trace that cannot be written, read or replayed
     ├── StoreError             a folder of stored KV that cannot be used as it is
@@ -57,6 +58,10 @@ def _overflow(kind: type[ContextOverflowError], prompt_tokens: int, window_token
     return kind(prompt_tokens, window_tokens, extra=extra)
 
 
+class ModelLoadError(KVBoostError, OSError):
+    """A model is not there, not allowed, damaged, unknown to transformers, or larger than memory."""
+
+
 class UnsupportedModelError(KVBoostError):
     """The model (or its positional scheme) cannot be served in the asked mode.
 
@@ -84,7 +89,7 @@ class MissingExtraError(KVBoostError, ImportError):
         extra: the one that brings it.
     """
 
-    def __init__(self, what: str, missing: ModuleNotFoundError, *, extra: str) -> None:
+    def __init__(self, what: str, missing: ImportError, *, extra: str) -> None:
         self.extra = extra
         # What is missing may be a package of that package, whose own message is of no use to anybody.
         super().__init__(

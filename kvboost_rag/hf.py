@@ -6,41 +6,75 @@ import contextlib
 import copy
 import inspect as pyinspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import logging
 
 from .batching import CURRENT_BATCH, Batch
 from .config import SamplingParams
-from .errors import ConfigError, UnsupportedModelError
+from .errors import ConfigError, ModelLoadError, UnsupportedModelError
 from .kv import EndOfPass, RequestKV
+from .loading import check_gguf, check_memory, check_reachable, explaining, place_of
 from .passes import CURRENT, PassMask, attend, attention_mass
+from .progress import visible
 
 ATTENTION_NAME = "kvboost_rag"
+_DECODER = "give a decoder, such as 'HuggingFaceTB/SmolLM2-135M-Instruct'"
 
 
 def load_pretrained(
-    model: str, *, gguf_file: str | None = None, dtype: Any = "auto", device: Any = "auto", **hf: Any
+    model: str,
+    *,
+    gguf_file: str | None = None,
+    dtype: Any = "auto",
+    device: Any = "auto",
+    show_progress: bool = False,
+    **hf: Any,
 ) -> tuple[Any, Any]:
     """Load model and tokenizer by hub id or folder; ``hf`` goes to ``from_pretrained``.
 
     Raises:
         ConfigError: what is meant as a folder is none, or holds no model.
+        ModelLoadError: there is no such model, it is damaged, it is no decoder, or it does not fit the memory.
     """
-    model = _place(model, gguf_file)
+    place = place_of(model, gguf_file)
+    if gguf_file is not None:
+        check_gguf(gguf_file)
+    check_reachable(place, hf)
     names = ("revision", "token", "cache_dir", "trust_remote_code", "subfolder")
     shared: dict[str, Any] = {key: hf[key] for key in names if key in hf}
-    if gguf_file is not None:
-        hf["gguf_file"] = shared["gguf_file"] = gguf_file
-    tokenizer = AutoTokenizer.from_pretrained(model, **shared)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **hf)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    with explaining(place), _bars(show_progress):
+        if gguf_file is not None:
+            hf["gguf_file"] = shared["gguf_file"] = gguf_file
+        elif "config" not in hf:
+            hf["config"] = AutoConfig.from_pretrained(place, **shared)
+        if (config := hf.get("config")) is not None:
+            _must_be_a_decoder(place, config)
+        if str(device) == "cpu" and "device_map" not in hf and "quantization_config" not in hf:
+            check_memory(place, _dtype_in_memory(dtype, config), hf)
+        tokenizer = AutoTokenizer.from_pretrained(place, **shared)
+        both: Any = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, output_loading_info=True, **hf)
+    loaded, report = both
+    if missing := sorted(report["missing_keys"]):
+        raise ModelLoadError(
+            f"{place} lacks {len(missing)} of the weights that an answer needs, such as {missing[0]}, and would talk "
+            f"nonsense: it is an encoder, or was saved without its head; {_DECODER}"
+        )
     if "device_map" not in hf:
         loaded = loaded.to(device)
     return loaded.eval(), tokenizer
@@ -54,13 +88,49 @@ def load_tokenizer(model: str) -> tuple[Any, Any]:
 
     Raises:
         ConfigError: there is no such folder.
+        ModelLoadError: there is no such model on the hub, or its files cannot be read.
     """
     place = Path(model).expanduser()
     if not place.is_dir():
-        model = _place(model, None)
-        return AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
-    config = AutoConfig.from_pretrained(place) if (place / "config.json").is_file() else None
-    return AutoTokenizer.from_pretrained(place), config
+        model = place_of(model, None)
+        check_reachable(model, {})
+        with explaining(model):
+            return AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
+    with explaining(model):
+        config = AutoConfig.from_pretrained(place) if (place / "config.json").is_file() else None
+        return AutoTokenizer.from_pretrained(place), config
+
+
+def _must_be_a_decoder(place: str, config: Any) -> None:
+    """Refuse what transformers would load as a decoder, or refuse with a list of all there are."""
+    masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    if masked or config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelLoadError(
+            f"{place} is a {type(config).model_type or type(config).__name__} model, which does not continue text "
+            f"token by token; {_DECODER}"
+        )
+
+
+def _dtype_in_memory(dtype: Any, config: Any) -> torch.dtype | None:
+    """What weights become; None if each stays as it is stored."""
+    asked = getattr(config, "dtype", None) if dtype in ("auto", None) else dtype
+    found = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    quantised = getattr(config, "quantization_config", None) is not None
+    return found if isinstance(found, torch.dtype) and not quantised else None
+
+
+@contextlib.contextmanager
+def _bars(show: bool) -> Iterator[None]:
+    """Show or hide the bars of transformers, which are shown by default, also in the log of a server."""
+
+    def hooked(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return make(*args, **{**options, "disable": not (show and visible())})
+
+    before = logging.set_tqdm_hook(hooked)
+    try:
+        yield
+    finally:
+        logging.set_tqdm_hook(before)
 
 
 def cache_argument(model: Any) -> str:
@@ -78,21 +148,6 @@ def plain_cache() -> Any:
 def step_output(logits: torch.Tensor, cache_name: str, cache: Any) -> Any:
     """What a model returns from one step: logits ``(1, 1, vocab)`` and its cache."""
     return CausalLMOutputWithPast(logits=logits, **{cache_name: cache})
-
-
-def _place(model: str, gguf_file: str | None) -> str:
-    """The folder, or the hub id. A mistyped path would be taken for a hub id, whose error says nothing of paths."""
-    if not isinstance(model, (str, Path)):
-        raise ConfigError(f"the model is a {type(model).__name__}; give a hub id or a folder, or use Engine(model, …)")
-    place = Path(model).expanduser()
-    if place.is_dir():
-        wanted = gguf_file or "config.json"
-        if not (place / wanted).is_file():
-            raise ConfigError(f"the folder {model} holds no {wanted}; give the folder that a model was saved in")
-        return str(place)
-    if str(model).startswith(("/", "./", "../", "~")) or str(model).count("/") > 1:
-        raise ConfigError(f"there is no folder {model}; give a hub id such as 'organisation/name', or a folder")
-    return str(model)
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

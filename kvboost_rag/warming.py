@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from .chunking import Tiles
 from .chunks import IntArray, Scope, as_ids, header_of
@@ -29,6 +28,7 @@ from .kv import RequestKV
 from .packing import PackEncoding
 from .planner import make_plan
 from .prefill import Executor
+from .progress import progress
 from .repair import Recipe
 from .stats import WarmReport
 
@@ -116,7 +116,7 @@ class Warmer:
             self._store_context(scope, context, running)
         # Exact mode can only use what was encoded behind a prompt's own beginning.
         packed = not named and self._config.reuse == "approximate"
-        with tqdm(total=len(documents), desc="warming", unit="doc", disable=not show_progress) as bar:
+        with progress("warming", len(documents), unit="doc", show=show_progress) as bar:
             for pack in self._packs(documents) if packed else [[ids] for ids in documents]:
                 for outcome, stored in self._pack(scope, context, pack, packed, running):
                     totals[outcome] += 1

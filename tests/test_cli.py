@@ -34,7 +34,7 @@ def test_found_commands_get_their_arguments(commands, capsys):
 
 def test_missing_extra_is_named(commands, capsys):
     commands(("demo", "a_package_that_is_not_installed.demo:main"))
-    assert cli.main(["demo"]) == 1
+    assert cli.main(["demo"]) == 2
     assert "pip install 'kvboost-rag[demo]'" in capsys.readouterr().err
 
 
@@ -57,7 +57,7 @@ def test_help_lists_commands(commands, capsys):
 
 def test_check_of_nothing(capsys, tmp_path):
     assert cli.main(["check", str(tmp_path)]) == 2
-    assert "cannot be loaded" in capsys.readouterr().err
+    assert "holds no config.json" in capsys.readouterr().err
 
 
 @pytest.mark.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 import tracemalloc
@@ -144,7 +145,8 @@ class TestWarming:
         docs = [Document(page_content=text(1, 30), metadata={"set": {1}, "fn": print, "n": None, "doc": object()})]
         assert warm_documents(engine_of(), docs).computed == 1
 
-    def test_progress(self, capsys):
+    def test_progress(self, capsys, monkeypatch):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
         warm_documents(StubEngine(), documents(5), show_progress=True)
         assert "5/5" in capsys.readouterr().err
         warm_documents(StubEngine(), (doc for doc in documents(5)), show_progress=True)

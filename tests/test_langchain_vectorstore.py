@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import threading
 import time
 
@@ -182,7 +183,8 @@ class TestAdding:
         store.delete(["o"])
         assert warm_set(engine, [document(1)]) == stored_ids(store) == {"d1"}
 
-    def test_batches_and_progress(self, engine, capsys):
+    def test_batches_and_progress(self, engine, capsys, monkeypatch):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
         calls = []
         plain = engine.warm
         engine.warm = lambda texts, **options: calls.append(len(texts)) or plain(texts, **options)

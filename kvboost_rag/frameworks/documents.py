@@ -7,10 +7,9 @@ from dataclasses import fields
 from hashlib import blake2b
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from ..engine import Engine
 from ..errors import ConfigError, PromptError
+from ..progress import progress as bar
 from ..stats import WarmReport
 from .waiting import off_loop
 
@@ -151,9 +150,9 @@ def size_of(docs: Iterable[Any]) -> int | None:
     return len(docs) if isinstance(docs, Sized) else None
 
 
-def progress(total: int | None, show: bool) -> tqdm[Any]:
+def progress(total: int | None, show: bool) -> Any:
     """A bar that counts documents."""
-    return tqdm(total=total, desc="warming", unit="doc", disable=not show)
+    return bar("warming", total, unit="doc", show=show)
 
 
 def _shared(one: list[int], other: list[int]) -> int:

@@ -166,18 +166,15 @@ def _got(record: RequestRecord) -> dict[str, AttributeValue]:
         got["kvboost.fallback.reason"] = record.fallback.kind
     if not served(record):
         return got
-    return (
-        got
-        | {
-            "gen_ai.usage.cache_read.input_tokens": usage.read_tokens,
-            "gen_ai.usage.cache_write.input_tokens": usage.written_tokens,
-            "gen_ai.usage.cache_creation.input_tokens": usage.written_tokens,  # its name up to conventions 1.42
-            "kvboost.exact_tokens": usage.exact_tokens,
-            "kvboost.approximate_tokens": usage.approximate_tokens,
-            "kvboost.repaired_tokens": usage.repaired_tokens,
-            "kvboost.computed_tokens": usage.computed_tokens,
-            "kvboost.exact_hits": record.exact_hits,
-            "kvboost.approximate_hits": record.approximate_hits,
-            "kvboost.misses": record.misses,
-        }
-    )
+    return got | {
+        "gen_ai.usage.cache_read.input_tokens": usage.read_tokens,
+        "gen_ai.usage.cache_write.input_tokens": usage.written_tokens,
+        "gen_ai.usage.cache_creation.input_tokens": usage.written_tokens,  # its name up to conventions 1.42
+        "kvboost.exact_tokens": usage.exact_tokens,
+        "kvboost.approximate_tokens": usage.approximate_tokens,
+        "kvboost.repaired_tokens": usage.repaired_tokens,
+        "kvboost.computed_tokens": usage.computed_tokens,
+        "kvboost.exact_hits": record.exact_hits,
+        "kvboost.approximate_hits": record.approximate_hits,
+        "kvboost.misses": record.misses,
+    }

@@ -1,14 +1,18 @@
 """LangChain integration of kvboost-rag."""
 
-from kvboost_rag import RequestTimeoutError
-from kvboost_rag.frameworks import release_engines, shared_engine
+from kvboost_rag import MissingExtraError, RequestTimeoutError
 
-from .chat_models import ChatKVBoost
-from .documents import awarm_documents, stored_documents, warm_documents
-from .errors import PromptOverflowError
-from .llms import KVBoostLLM
-from .ordering import PrefixOrderCompressor
-from .vectorstores import KVBoostVectorStore
+try:
+    from kvboost_rag.frameworks import release_engines, shared_engine
+
+    from .chat_models import ChatKVBoost
+    from .documents import awarm_documents, stored_documents, warm_documents
+    from .errors import PromptOverflowError
+    from .llms import KVBoostLLM
+    from .ordering import PrefixOrderCompressor
+    from .vectorstores import KVBoostVectorStore
+except ModuleNotFoundError as error:
+    raise MissingExtraError("langchain_kvboost", error, extra="langchain") from error
 
 __all__ = [
     "ChatKVBoost",

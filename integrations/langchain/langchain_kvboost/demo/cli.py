@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import faiss  # noqa: F401 - langchain_community imports it only when it is used, after minutes
 import torch
 from langchain_community.vectorstores import FAISS
 from langchain_core.documents import Document
 
-from kvboost_rag import Engine, KVBoostError, UnsupportedModelError
+from kvboost_rag import Engine, KVBoostError
 from langchain_kvboost.chat_models import ChatKVBoost
 
 from .assets import default_embeddings, default_model, python_documents_folder
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     folder = options.docs or write_python_documents(python_documents_folder())
 
     print(f"Loading {model}", flush=True)
-    engine = _load(model)
+    engine = Engine.from_pretrained(model, show_progress=True)
     passages = load_passages(folder, lambda text: len(engine.tokenizer(text, add_special_tokens=False)["input_ids"]))
     questions = _questions(options, passages)
     print(f"{len(passages)} passages in {folder}; building the FAISS index with {embeddings}", flush=True)
@@ -86,13 +87,6 @@ def _set_threads(threads: int | None) -> None:
 
 def _load_average() -> float:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0  # Windows has none
-
-
-def _load(model: str) -> Engine:
-    try:
-        return Engine.from_pretrained(model)
-    except (OSError, ValueError) as error:  # what transformers raises for an unknown id or a foreign folder
-        raise UnsupportedModelError(f"{model} cannot be loaded: {error}") from error
 
 
 def _questions(options: argparse.Namespace, passages: list[Document]) -> list[str]:
