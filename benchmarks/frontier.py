@@ -106,7 +106,9 @@ def arms(base: Recipe, budgets: Sequence[float]) -> Iterator[tuple[str, str, Rec
         yield "ours", f"{ratio:.0%}", replace(first, ratio=ratio)
         yield "question", f"{ratio:.0%}", replace(first, ratio=ratio, mean_first=False)
         yield "question, rerun", f"{ratio:.0%}", replace(first, ratio=ratio, mean_first=False, rerun=True)
-    plain = replace(base, mean_ratio=None, mean_first=False, floor_tokens=0, least_tokens=0, offset=0.0, rerun=True)
+    plain = replace(
+        base, mean_ratio=None, mean_first=False, floor_tokens=0, least_tokens=0, whole_behind=0, offset=0.0, rerun=True
+    )
     for ending in ("", AS_PUBLISHED):
         for ratio in budgets:
             yield f"CacheBlend-K{ending}", f"{ratio:.0%}", replace(plain, selector="cacheblend-k", ratio=ratio)

@@ -38,7 +38,7 @@ class EngineConfig:
             everything is recomputed, which equals a full prefill. None is 0.05, but 0.04 for documents that were warmed
             in several orders; of those, it is their first tokens (docs/accuracy.md).
         repair_least_tokens: least tokens of each moved run of fewer than 100 that "cacheblend" recomputes beyond the
-            floor, whatever the ratio; a share of a short passage is too little to bind what it says.
+            floor, whatever the ratio, and beyond the one such run that "query" recomputes whole (docs/accuracy.md).
         floor_tokens: first tokens of each moved run that are always recomputed.
         window_tokens: width of the seam window of "selective".
         chunking: where stored runs are cut: every `chunk_tokens` ("fixed"), at the sentence or paragraph end
@@ -94,7 +94,7 @@ class EngineConfig:
     repair: Repair = "cacheblend"
     selector: SelectorName = "auto"
     repair_ratio: float | None = None
-    repair_least_tokens: int = 12
+    repair_least_tokens: int = 6
     floor_tokens: int = 4
     window_tokens: int = 16
     chunking: Chunking = "document"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .planner import Plan
-from .repair import Recipe, Run, budgets, floors
+from .repair import Recipe, Run, budgets, floors, most_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class CostModel:
         if recipe.strategy == "selective":
             picked = sum(min(recipe.window_tokens, r.end - r.start) for r in plan.runs)
         elif recipe.strategy == "cacheblend":
-            picked = sum(budgets(recipe, plan.runs))
+            picked = sum(budgets(recipe, plan.runs)) + most_whole(recipe, plan.runs)
         probe = recipe.probe(plan.runs)
         if probe == "deviation":
             seconds += self.pass_cost(moved + fresh, n / 2, share=0.1)

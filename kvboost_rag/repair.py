@@ -10,6 +10,7 @@ offset: AgentKVShift (arXiv 2607.21604). All re-implemented from their descripti
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 SHORT_TOKENS = 100  # a run of fewer is a short passage, see `Recipe.least_tokens`
+SEPARATOR_TOKENS = 16  # passages with no more than this between them are neighbours
 Positions: TypeAlias = npt.NDArray[np.int64]
 Scores: TypeAlias = npt.NDArray[np.float32]
 ProbeKind = Literal["deviation", "query"]
@@ -54,6 +56,8 @@ class Recipe:
             to repair in a mean lies where a new neighbour is near.
         least_tokens: least tokens of each short run, of fewer than 100, to recompute beyond the floor, whatever the
             ratio: a share of a short passage is too little to bind what it says.
+        whole_behind: how many short runs "query" recomputes whole: those right behind what the question attends to
+            most. A short passage that leans on the one before it ("its version is…") says of what it speaks only there.
         floor_tokens: least first tokens of each run that are always recomputed.
         window_tokens: seam window of "selective".
         probe_from, probe_to: band of layers, as shares of the depth, whose attention counts for "query"; the probe
@@ -70,7 +74,8 @@ class Recipe:
     ratio: float = 0.05
     mean_ratio: float | None = None
     mean_first: bool = True
-    least_tokens: int = 12
+    least_tokens: int = 6
+    whole_behind: int = 1
     floor_tokens: int = 4
     window_tokens: int = 16
     probe_from: float = 0.4
@@ -86,9 +91,9 @@ class Recipe:
 
     def probe(self, runs: Sequence[Run]) -> ProbeKind | None:
         """The probe that choosing tokens of these runs needs; None if none of them is to be chosen."""
-        if self.strategy != "cacheblend" or self.everything or not any(budgets(self, runs)):
+        if self.strategy != "cacheblend" or self.everything:
             return None
-        return SELECTORS[self.selector].probe
+        return SELECTORS[self.selector].probe if any(budgets(self, runs)) or most_whole(self, runs) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +140,27 @@ def budgets(recipe: Recipe, runs: Sequence[Run]) -> list[int]:
     return np.minimum(lengths, np.maximum(shares, least)).tolist()  # type: ignore[no-any-return]
 
 
+def most_whole(recipe: Recipe, runs: Sequence[Run]) -> int:
+    """The most tokens that runs which are recomputed whole can have."""
+    if SELECTORS[recipe.selector].probe != "query":
+        return 0
+    return sum(sorted((len(run) for _, run in _followers(runs)), reverse=True)[: recipe.whole_behind])
+
+
+def whole_runs(recipe: Recipe, runs: Sequence[Run], scores: Scores) -> list[Run]:
+    """The short runs that are recomputed whole: those right behind the runs that the question attends to most."""
+    if SELECTORS[recipe.selector].probe != "query":
+        return []
+    most = sorted(_followers(runs), key=lambda pair: -float(scores[pair[0].start : pair[0].end].sum()))
+    return [run for _, run in most[: recipe.whole_behind]]
+
+
+def _followers(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """Short runs that stand right behind another one, each with that one in front."""
+    pairs = itertools.pairwise(runs)
+    return [(one, run) for one, run in pairs if len(run) < SHORT_TOKENS and run.start - one.end <= SEPARATOR_TOKENS]
+
+
 def _mean_ratio(recipe: Recipe) -> float:
     return recipe.ratio if recipe.mean_ratio is None else recipe.mean_ratio
 
@@ -156,9 +182,10 @@ def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None) -> Positi
         return _join([floor, seam_positions(runs, recipe.window_tokens)])
     if scores is None:
         return floor
-    candidates = np.setdiff1d(_join([np.arange(r.start, r.end) for r in runs]), floor, assume_unique=True)
+    sure = _join([floor, *(np.arange(run.start, run.end) for run in whole_runs(recipe, runs, scores))])
+    candidates = np.setdiff1d(_join([np.arange(r.start, r.end) for r in runs]), sure, assume_unique=True)
     picked = SELECTORS[recipe.selector].choose(scores, runs, candidates, budgets(recipe, runs))
-    return _join([floor, picked])
+    return _join([sure, picked])
 
 
 def top_positions(scores: Scores, runs: Sequence[Run], candidates: Positions, budgets: Sequence[int]) -> Positions:

@@ -19,9 +19,11 @@ from kvboost_rag.repair import (
     choose,
     floor_positions,
     floors,
+    most_whole,
     seam_positions,
     top_positions,
     top_with_quota,
+    whole_runs,
 )
 
 PROMPT = 400
@@ -66,7 +68,9 @@ def test_cacheblend_takes_the_floor_and_just_its_budget(
     chosen = choose(recipe, runs, scores)
     floor = set(floor_positions(Recipe(floor_tokens=4), runs).tolist())
     assert floor <= set(chosen.tolist())
-    assert len(chosen) == min(len(_inside(runs)), len(floor) + sum(budgets(recipe, runs)))
+    whole = _inside(whole_runs(recipe, runs, scores))
+    assert whole <= set(chosen.tolist())
+    assert len(chosen) == min(len(_inside(runs)), len(floor | whole) + sum(budgets(recipe, runs)))
 
 
 @settings(max_examples=100, deadline=None)
@@ -173,6 +177,27 @@ def test_a_budget_is_a_share_of_each_run_and_never_too_little_for_a_short_one() 
     assert budgets(Recipe(ratio=0.1, least_tokens=0), runs) == [30, 3, 1]
     assert budgets(Recipe(ratio=0.0), runs) == [0, 12, 6]
     assert budgets(Recipe(ratio=0.01), [Run(0, 99), Run(100, 200)]) == [12, 1]
+
+
+def test_the_short_run_behind_what_is_asked_about_is_recomputed_whole() -> None:
+    runs = [Run(10, 70), Run(72, 130), Run(132, 190), Run(260, 320), Run(322, 500)]
+    scores = np.zeros(600, np.float32)
+    scores[75], scores[15], scores[300] = 0.5, 0.4, 0.9
+    assert whole_runs(Recipe(), runs, scores) == [Run(132, 190)]  # what stands behind the most attended is long
+    assert whole_runs(Recipe(whole_behind=2), runs, scores) == [Run(132, 190), Run(72, 130)]
+    assert most_whole(Recipe(whole_behind=2), runs) == 116
+    recipe = Recipe(ratio=0.0, least_tokens=0)
+    assert recipe.probe(runs) == "query"
+    assert set(range(132, 190)) <= set(choose(recipe, runs, scores).tolist())
+    for none in (Recipe(selector="deviation"), Recipe(whole_behind=0)):
+        assert whole_runs(none, runs, scores) == []
+        assert most_whole(none, runs) == 0
+
+
+def test_a_run_that_stands_apart_is_bound_to_none() -> None:
+    scores = np.ones(400, np.float32)
+    assert whole_runs(Recipe(), [Run(0, 60), Run(90, 150)], scores) == []
+    assert whole_runs(Recipe(), [Run(0, 60)], scores) == []
 
 
 def test_a_mean_of_several_histories_has_a_budget_of_its_own() -> None:
