@@ -39,13 +39,14 @@ def count_tokens(engine: Engine) -> Callable[[str], int]:
     return lambda text: len(engine.tokenizer(text, add_special_tokens=False).input_ids)
 
 
-def ingest(engine: Engine, pool: Sequence[Passage], seed: int) -> None:
-    """Warm a whole collection once, in random order, as a user who ingests a store does.
+def ingest(engine: Engine, pool: Sequence[Passage], seed: int | None) -> None:
+    """Warm a whole collection once, as a user who ingests a store does; in random order unless ``seed`` is None.
 
     The documents of one prompt then hardly ever were neighbours when they were encoded.
     """
     texts = [passage.text for passage in pool]
-    random.Random(f"ingest {seed}").shuffle(texts)
+    if seed is not None:
+        random.Random(f"ingest {seed}").shuffle(texts)
     report = engine.warm(texts, namespace="default", show_progress=True)
     if report.rejected:
         raise SystemExit(f"{report.rejected} passages do not fit the store's budget")

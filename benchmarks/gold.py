@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     lab = Lab(
         args.model, args.dtype, kinds=args.arms, budgets=args.ratios, chat=args.workload == "conversations",
-        answer_tokens=args.answer_tokens, seed=args.seed,
+        answer_tokens=args.answer_tokens, seed=args.seed, shuffled=not args.in_order,
     )  # fmt: skip
     report(args, run(args, lab))
 
@@ -69,10 +69,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--ratios", nargs="+", default=list(BUDGETS), metavar="BUDGET",
         help="budgets of 'ours': 'default' is the engine's own recipe, '0.3' sets the share of moved tokens to "
-        "recompute, '0.1:4' also the least tokens of each moved run; what it comes to is the report's computed share",
+        "recompute, '0.1:4' also the least tokens of each short run, '0:0:0' the first tokens of each run, too; what "
+        "it comes to is the report's computed share",
     )  # fmt: skip
     parser.add_argument("--answer-tokens", type=int, default=40, help="of a greedy answer; 0: likelihood only")
     parser.add_argument("--buckets", nargs="+", default=list(BUCKETS), choices=BUCKETS, help="prompt sizes of 'bugs'")
+    parser.add_argument(
+        "--in-order", action="store_true", help="ingest passages in the order of their texts, not in random order"
+    )
     parser.add_argument("--jsonl", type=Path, required=True, help="results, one item a line; continued if it exists")
     parser.add_argument("--report", action="store_true", help="only make the tables from --jsonl")
     parser.add_argument("--json", type=Path)
@@ -151,7 +155,7 @@ def make_workload(args: argparse.Namespace, lab: Lab) -> Workload:
 
 def settings_of(args: argparse.Namespace, lab: Lab, workload: Workload) -> dict[str, Any]:
     """Everything that figures depend on; `--items` is not among it, for more can be added."""
-    names = ("workload", "dtype", "per_set", "block", "seed", "arms", "ratios", "buckets", "answer_tokens")
+    names = ("workload", "dtype", "per_set", "block", "seed", "arms", "ratios", "buckets", "answer_tokens", "in_order")
     return {
         **{name: getattr(args, name) for name in names},
         "model": Path(args.model).name,

@@ -265,9 +265,12 @@ def test_a_budget_is_a_recipe_of_another_ratio() -> None:
     assert with_budget(base, "default") is base
     assert with_budget(base, "0.3").ratio == 0.3
     changed = with_budget(base, "0.1:4")
-    assert (changed.ratio, changed.least_tokens) == (0.1, 4)
-    with pytest.raises(ValueError, match="budget is 'much'"):
-        with_budget(base, "much")
+    assert (changed.ratio, changed.least_tokens, changed.floor_tokens) == (0.1, 4, base.floor_tokens)
+    changed = with_budget(base, "0.1:0:2")
+    assert (changed.ratio, changed.least_tokens, changed.floor_tokens) == (0.1, 0, 2)
+    for wrong in ("much", "0.1:", "0.1:2:3:4"):
+        with pytest.raises(ValueError, match=f"budget is '{wrong}'"):
+            with_budget(base, wrong)
 
 
 ALL = (FULL, PREFIX, "exact", OURS, SEEN, UNREPAIRED, NOTHING)

@@ -73,6 +73,8 @@ class Lab:
         chat: whether prompts continue each other.
         answer_tokens: most tokens of a greedy answer; 0 generates none.
         seed: of the order of arms and of ingesting.
+        shuffled: whether passages are ingested in random order, so that those of one text hardly ever were neighbours;
+            otherwise in the order in which a splitter gives them.
     """
 
     def __init__(
@@ -85,10 +87,11 @@ class Lab:
         chat: bool = False,
         answer_tokens: int = 40,
         seed: int = 0,
+        shuffled: bool = True,
         engine: Engine | None = None,
     ) -> None:
         self.main = load_engine(model, dtype, store_prompts=False) if engine is None else engine
-        self.answer_tokens, self.seed = answer_tokens, seed
+        self.answer_tokens, self.seed, self.shuffled = answer_tokens, seed, shuffled
         self.arms = self._build(set(kinds), budgets, chat)
         self._ends = _ends(self.main)
 
@@ -128,7 +131,7 @@ class Lab:
         preambles = sorted({question.preamble for one in sets for question in one})
         for engine in {id(arm.engine): arm.engine for arm in self.arms if arm.learns == "collection"}.values():
             engine.clear("default")
-            ingest(engine, pool, self.seed)
+            ingest(engine, pool, self.seed if self.shuffled else None)
             _introduce(engine, "default", preambles)
 
     def begin_set(self, questions: Sequence[Question]) -> None:
@@ -195,19 +198,23 @@ class Lab:
 
 
 def with_budget(recipe: Recipe, budget: str) -> Recipe:
-    """A recipe of another budget: "default" leaves it; "0.3" sets the ratio; "0.1:4" the least tokens of a run, too.
+    """A recipe of another budget: "default" leaves it; "0.3" sets the ratio; "0.1:4" the least tokens of a short run,
+    too, and "0.1:4:0" also the first tokens of each run that are always recomputed.
 
     Raises:
         ValueError: the budget is none of these.
     """
     if budget == "default":
         return recipe
-    ratio, colon, least = budget.partition(":")
+    ratio, *counts = budget.split(":")
     try:
         changed = replace(recipe, ratio=float(ratio), mean_ratio=None)
-        return replace(changed, least_tokens=int(least)) if colon else changed
+        least, floor = [int(count) for count in counts] + [recipe.least_tokens, recipe.floor_tokens][len(counts) :]
+        return replace(changed, least_tokens=least, floor_tokens=floor)
     except ValueError:
-        raise ValueError(f'budget is {budget!r}; give "default", a ratio ("0.3"), or "ratio:least tokens"') from None
+        raise ValueError(
+            f'budget is {budget!r}; give "default", a ratio ("0.3"), "ratio:least tokens" or "ratio:least:first tokens"'
+        ) from None
 
 
 def prepare(arm: Arm, question: Question, position: int) -> None:
