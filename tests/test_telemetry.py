@@ -7,8 +7,10 @@ import contextvars
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
+import prometheus_client
 import pytest
 
 from kvboost_rag import (
@@ -21,8 +23,11 @@ from kvboost_rag import (
     SamplingParams,
 )
 from kvboost_rag.costs import CostModel
+from kvboost_rag.stats import FallbackKind
 from kvboost_rag.telemetry.figures import has_ttft, hit_of, served, stages_of
-from tests.tiny import WINDOW, engine_of, prompt_of, random_ids, text
+from kvboost_rag.telemetry.prometheus import EngineCollector
+from tests.test_readme import run_blocks
+from tests.tiny import WINDOW, engine_of, model_of, prompt_of, random_ids, text, tokenizer_of
 
 SHORT = SamplingParams(max_tokens=4)
 DOCUMENTS = [text(seed, 40) for seed in (900, 901, 902)]
@@ -291,3 +296,30 @@ def test_warming_is_counted(engine: Engine) -> None:
     stats = engine.stats()
     assert (stats.warmed_documents, stats.warmed_tokens) == (3, report.tokens)
     assert stats.warm_s >= report.seconds
+
+
+def test_the_observability_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_of("llama").save_pretrained(tmp_path)
+    tokenizer_of().save_pretrained(tmp_path)
+    names: dict[str, Any] = {"__name__": "page"}
+    run_blocks(Path(__file__).parents[1] / "docs" / "observability.md", tmp_path, names)
+    names["engine"].generate("river", sampling=SHORT)
+    assert len(names["records"]) == 1
+    labels = {"engine": "smollm2", "outcome": "length"}
+    assert prometheus_client.REGISTRY.get_sample_value("kvboost_requests_total", labels) == 1
+    names["server"].shutdown()
+    names["server"].server_close()
+    names["collector"].close()
+    names["engine"].close()
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_page_names_every_metric_and_every_reason() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "observability.md").read_text(encoding="utf-8")
+    registry = prometheus_client.CollectorRegistry()
+    with engine_of() as engine:
+        EngineCollector(engine, registry=registry)
+        for family in registry.collect():
+            assert f"`{family.name}{'_total' if family.type == 'counter' else ''}`" in page
+    for kind in get_args(FallbackKind):
+        assert f"| `{kind}` |" in page

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         run(options)
     except (KVBoostError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
