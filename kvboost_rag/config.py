@@ -35,8 +35,8 @@ class EngineConfig:
         repair: strategy for approximate hits.
         selector: how "cacheblend" chooses tokens; "auto" uses what the calibration at load found best.
         repair_ratio: share of the approximate tokens that "cacheblend" recomputes beyond `floor_tokens`, 0..1. At 1
-            everything is recomputed, which equals a full prefill. None is 0.05, but 0.04 for documents that were warmed
-            in several orders; of those, it is their first tokens (docs/accuracy.md).
+            everything is recomputed, which equals a full prefill. None is 0.05, but 0.03 for documents that were warmed
+            in several orders; of those, it is first tokens, half of them the first document's (docs/accuracy.md).
         repair_least_tokens: least tokens of each moved run of fewer than 100 that "cacheblend" recomputes beyond the
             floor, whatever the ratio, and beyond the one such run that "query" recomputes whole (docs/accuracy.md).
         floor_tokens: first tokens of each moved run that are always recomputed.

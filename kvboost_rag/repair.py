@@ -54,6 +54,8 @@ class Recipe:
             `ratio`.
         mean_first: whether that share is taken from the beginning of such a run, without asking a probe: what is left
             to repair in a mean lies where a new neighbour is near.
+        lead_share: how much of what is spent on the first tokens of means goes to those that stand behind no other run:
+            behind the preamble, where none was encoded. All others stand behind a document, as they did.
         least_tokens: least tokens of each short run, of fewer than 100, to recompute beyond the floor, whatever the
             ratio: a share of a short passage is too little to bind what it says.
         whole_behind: how many short runs "query" recomputes whole: those right behind what the question attends to
@@ -74,6 +76,7 @@ class Recipe:
     ratio: float = 0.05
     mean_ratio: float | None = None
     mean_first: bool = True
+    lead_share: float = 0.5
     least_tokens: int = 6
     whole_behind: int = 1
     floor_tokens: int = 4
@@ -110,8 +113,20 @@ def floors(recipe: Recipe, runs: Sequence[Run]) -> list[int]:
     if recipe.strategy == "none":
         return [0] * len(runs)
     first = recipe.strategy == "cacheblend" and recipe.mean_first
-    shares = [round(_mean_ratio(recipe) * len(run)) if first and run.mean else 0 for run in runs]
-    return [min(len(run), max(recipe.floor_tokens, n)) for run, n in zip(runs, shares, strict=True)]
+    shares = _first_shares(recipe, runs) if first else [0.0] * len(runs)
+    return [min(len(run), max(recipe.floor_tokens, round(n))) for run, n in zip(runs, shares, strict=True)]
+
+
+def _first_shares(recipe: Recipe, runs: Sequence[Run]) -> list[float]:
+    """First tokens of each mean: a share of it, and more where it stands behind something else than a document."""
+    ratio = _mean_ratio(recipe)
+    leading = [run.mean and (not i or not _neighbours(runs[i - 1], run)) for i, run in enumerate(runs)]
+    lead = recipe.lead_share if any(leading) else 0.0
+    extra = lead * ratio * sum(len(run) for run in runs if run.mean) / max(sum(leading), 1)
+    return [
+        ((1 - lead) * ratio * len(run) if run.mean else 0.0) + (extra if leads else 0.0)
+        for run, leads in zip(runs, leading, strict=True)
+    ]
 
 
 def floor_positions(recipe: Recipe, runs: Sequence[Run]) -> Positions:
@@ -158,7 +173,11 @@ def whole_runs(recipe: Recipe, runs: Sequence[Run], scores: Scores) -> list[Run]
 def _followers(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
     """Short runs that stand right behind another one, each with that one in front."""
     pairs = itertools.pairwise(runs)
-    return [(one, run) for one, run in pairs if len(run) < SHORT_TOKENS and run.start - one.end <= SEPARATOR_TOKENS]
+    return [(one, run) for one, run in pairs if len(run) < SHORT_TOKENS and _neighbours(one, run)]
+
+
+def _neighbours(one: Run, run: Run) -> bool:
+    return run.start - one.end <= SEPARATOR_TOKENS
 
 
 def _mean_ratio(recipe: Recipe) -> float:

@@ -175,8 +175,19 @@ def test_a_budget_is_a_share_of_each_run_and_never_too_little_for_a_short_one() 
     runs = [Run(0, 300), Run(400, 430), Run(500, 506)]
     assert budgets(Recipe(ratio=0.1, least_tokens=12), runs) == [30, 12, 6]
     assert budgets(Recipe(ratio=0.1, least_tokens=0), runs) == [30, 3, 1]
-    assert budgets(Recipe(ratio=0.0), runs) == [0, 12, 6]
-    assert budgets(Recipe(ratio=0.01), [Run(0, 99), Run(100, 200)]) == [12, 1]
+    assert budgets(Recipe(ratio=0.0), runs) == [0, 6, 6]
+    assert budgets(Recipe(ratio=0.01), [Run(0, 99), Run(100, 200)]) == [6, 1]
+
+
+def test_the_mean_behind_the_preamble_gets_more_of_the_first_tokens() -> None:
+    runs = [Run(20, 220, mean=True), Run(222, 422, mean=True), Run(424, 624, mean=True), Run(700, 900, mean=True)]
+    assert floors(Recipe(ratio=0.1, lead_share=0.5), runs) == [30, 10, 10, 30]  # the last stands behind other text
+    assert floors(Recipe(ratio=0.1, lead_share=0.5), runs[:3]) == [40, 10, 10]
+    assert floors(Recipe(ratio=0.1, lead_share=0.0), runs) == [20, 20, 20, 20]
+    assert floors(Recipe(ratio=0.1, lead_share=1.0), runs[:3]) == [60, 4, 4]
+    assert floors(Recipe(ratio=0.5, lead_share=1.0), runs[:3]) == [200, 4, 4]  # no more than there is
+    met = [Run(20, 220), *runs[1:3]]  # behind a document that was met in a prompt, or is no mean
+    assert floors(Recipe(ratio=0.1, lead_share=0.5), met) == [4, 20, 20]
 
 
 def test_the_short_run_behind_what_is_asked_about_is_recomputed_whole() -> None:
@@ -202,11 +213,11 @@ def test_a_run_that_stands_apart_is_bound_to_none() -> None:
 
 def test_a_mean_of_several_histories_has_a_budget_of_its_own() -> None:
     runs = [Run(0, 300), Run(300, 600, mean=True), Run(600, 630, mean=True)]
-    first, chosen = Recipe(ratio=0.1), Recipe(ratio=0.1, mean_first=False)
-    assert (floors(first, runs), budgets(first, runs)) == ([4, 30, 4], [30, 0, 12])
-    assert (floors(chosen, runs), budgets(chosen, runs)) == ([4, 4, 4], [30, 30, 12])
+    first, chosen = Recipe(ratio=0.1, lead_share=0.0), Recipe(ratio=0.1, mean_first=False)
+    assert (floors(first, runs), budgets(first, runs)) == ([4, 30, 4], [30, 0, 6])
+    assert (floors(chosen, runs), budgets(chosen, runs)) == ([4, 4, 4], [30, 30, 6])
     default = Recipe(ratio=0.1, mean_ratio=0.0)
-    assert (floors(default, runs), budgets(default, runs)) == ([4, 4, 4], [30, 0, 12])
+    assert (floors(default, runs), budgets(default, runs)) == ([4, 4, 4], [30, 0, 6])
     assert floors(Recipe(strategy="none"), runs) == [0, 0, 0]
     assert floors(Recipe(strategy="selective"), runs) == [4, 4, 4]
     assert choose(first, [runs[1]], None).tolist() == list(range(300, 330))
