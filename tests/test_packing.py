@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from kvboost_rag.chunks import ChunkHeader, as_ids
 from kvboost_rag.config import LEAD_TOKENS, PACK_SEPARATOR
 from kvboost_rag.packing import PackEncoding, order
 from kvboost_rag.planner import make_plan
-from kvboost_rag.repair import Recipe
+from kvboost_rag.repair import Recipe, floors
 from tests.tiny import LIMIT, difference, engine_of, prompt_of, text
 
 DOCUMENTS = [text(seed, 25) for seed in (300, 301, 302, 303)]
@@ -112,6 +114,7 @@ def test_pieces_of_one_document_meet_without_a_seam(chunking: str) -> None:
 
 def test_a_plan_knows_means_which_need_less_repair() -> None:
     engine = _packed()
+    engine.recipe = replace(engine.recipe, whole_behind=0)
     engine.warm(DOCUMENTS)
     known = engine.prefill(prompt_of(DOCUMENTS[::-1]))
     assert all(run.mean for run in known.plan.runs)
@@ -120,8 +123,8 @@ def test_a_plan_knows_means_which_need_less_repair() -> None:
     again = engine.prefill(prompt_of(seen[::-1], preamble="Read all of this."))
     assert again.plan.runs
     assert not any(run.mean for run in again.plan.runs)
-    floor = sum(max(4, round(0.04 * len(run))) for run in known.plan.runs)
-    assert known.usage.repaired_tokens == floor  # `engine_of` asks for no least tokens of short runs
+    first = sum(floors(engine.recipe, known.plan.runs))
+    assert known.usage.repaired_tokens == first  # `engine_of` asks for no least tokens of short runs
     assert again.usage.repaired_tokens > sum(min(4, len(run)) for run in again.plan.runs)
 
 
