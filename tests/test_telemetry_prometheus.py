@@ -7,6 +7,7 @@ import re
 import threading
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,23 @@ def test_an_engine_that_is_closed_or_dropped_leaves_the_metrics(registry: Collec
     assert value(server.scrape(), "requests_total", "closed", outcome="stop") == 0
     closed_again.close()
     kept.close()
+
+
+def test_scrapes_at_once_agree_that_an_engine_is_gone(registry: CollectorRegistry) -> None:
+    engines = [engine_of() for _ in range(12)]
+    collector = EngineCollector(engines[0], "0", registry=registry)
+    for number, engine in enumerate(engines[1:], 1):
+        collector.add(engine, str(number))
+    for engine in engines:
+        engine.close()
+    together = threading.Barrier(4)
+
+    def scrape(_: int) -> None:
+        together.wait()
+        collector.collect()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(scrape, range(4)))
 
 
 def test_names_follow_the_conventions(registry: CollectorRegistry) -> None:

@@ -87,18 +87,14 @@ class EngineCollector(Collector):
 
     def remove(self, name: str) -> None:
         """Show an engine no more."""
-        with self._lock:
-            if name not in self._engines:
-                raise ConfigError(f"no engine is registered as {name!r}; there are {sorted(self._engines)}")
-            _, end = self._engines.pop(name)
-            end()
-            self._requests.end(name)
+        if not self._removed(name):
+            raise ConfigError(f"no engine is registered as {name!r}; there are {sorted(self._engines)}")
 
     def close(self) -> None:
         """Show nothing more, and leave the registry."""
         self._registry.unregister(self)
         for name in list(self._engines):
-            self.remove(name)
+            self._removed(name)
 
     def describe(self) -> Iterable[Metric]:
         """The metrics without their values; what a registry compares, whether it describes by itself or not."""
@@ -128,9 +124,18 @@ class EngineCollector(Collector):
         for name, (reference, _) in list(self._engines.items()):
             engine = reference()
             if engine is None or engine.closed:
-                gone.append(name)
-        for name in gone:
-            self.remove(name)
+                gone.append((name, reference))
+        for name, reference in gone:
+            self._removed(name, reference)  # another scrape may have done so by now
+
+    def _removed(self, name: str, only: weakref.ref[Engine] | None = None) -> bool:
+        with self._lock:
+            if name not in self._engines or (only is not None and self._engines[name][0] is not only):
+                return False
+            _, end = self._engines.pop(name)
+            end()
+            self._requests.end(name)
+            return True
 
 
 class _Requests:
