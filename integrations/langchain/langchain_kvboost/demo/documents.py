@@ -18,17 +18,13 @@ from kvboost_rag import PromptError
 
 SUFFIXES = (".md", ".txt")
 PASSAGE_TOKENS = 280
-FILE_CHARACTERS = 1800  # one or two passages a file: many subjects, and warming takes a minute or two
+FILE_CHARACTERS = 1800  # one or two passages a file: many subjects, and warming takes a minute
 SHORTEST_CHARACTERS = 180
 TOPICS = (
-    "assert booleans break class comparisons context-managers continue del dict else exceptions floating for function "
-    "global if import in lambda lists naming nonlocal objects pass raise return slicings strings subscriptions truth "
-    "try typesmapping typesseq while with yield"
+    "assert booleans break class comparisons continue del dict else exceptions for function global if import lambda "
+    "lists pass raise return strings truth try while with yield"
 ).split()
-MODULES = (
-    "base64 bisect copy difflib filecmp heapq json pickle random sched secrets shutil statistics subprocess tempfile "
-    "textwrap threading urllib.parse zipfile"
-).split()
+MODULES = "base64 copy heapq json pickle random secrets shutil statistics textwrap".split()
 LICENCE_NOTE = "From the documentation that Python carries in itself (PSF licence): help() topics and docstrings."
 
 
