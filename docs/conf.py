@@ -41,7 +41,8 @@ default_role = "code"  # docstrings name parameters and values in single backquo
 # What the reference does not document: other packages, and our own insides.
 nitpick_ignore_regex = [
     (r"py:.*", r"(abc|annotated_types|collections\.abc|pathlib|typing)\..*"),
-    (r"py:.*", r"(langchain_core|llama_index\.core|numpy|np|npt|opentelemetry|prometheus_client|pydantic|torch|transformers)\..*"),
+    (r"py:.*", r"(langchain_core|llama_index\.core|opentelemetry|prometheus_client|pydantic)\..*"),
+    (r"py:.*", r"(numpy|np|npt|torch|transformers)\..*"),
     (r"py:.*", r"(kvboost_rag|langchain_kvboost|llama_index\.llms\.kvboost)\.\w+\..*"),
     (r"py:.*", r"(contextvars|threading|types)\..*|dict\[str"),
     (r"py:.*", r"(AIMessage|Base\w+|Document|LanguageModelInput|MetadataMode|NodeTemplate|Plan|Runnable|ToolLike)"),
