@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .memory import MEMORY
 from .rope import Rope
 
 
@@ -137,8 +138,8 @@ class RequestKV:
         device: torch.device,
     ) -> None:
         capacity = max(capacity, length)
-        self.keys = torch.empty((layers, kv_heads, capacity, head_dim), dtype=dtype, device=device)
-        self.values = torch.empty((layers, kv_heads, capacity, value_dim), dtype=dtype, device=device)
+        self.keys = MEMORY.empty((layers, kv_heads, capacity, head_dim), dtype, device)
+        self.values = MEMORY.empty((layers, kv_heads, capacity, value_dim), dtype, device)
         self.lengths = [length] * layers
         self.slots: torch.Tensor | None = None
         self.before_write: WriteHook | None = None
@@ -216,7 +217,7 @@ class RequestKV:
         filled = max(self.lengths)
         for name in ("keys", "values"):
             old: torch.Tensor = getattr(self, name)
-            new = old.new_empty((old.shape[0], old.shape[1], capacity, old.shape[3]))
+            new = MEMORY.empty((old.shape[0], old.shape[1], capacity, old.shape[3]), old.dtype, old.device)
             new[:, :, :filled] = old[:, :, :filled]
             setattr(self, name, new)
 

@@ -9,8 +9,19 @@ import pytest
 import torch
 
 from fetch_assets import ASSETS, cache_root
+from kvboost_rag.memory import Memory
 
 torch.set_num_threads(1)
+_empty = Memory.empty
+
+
+def _poisoned(memory: Memory, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A request's memory as an earlier one may have left it: whoever reads a slot that was not written reads NaN."""
+    tensor = _empty(memory, shape, dtype, device)
+    return tensor.fill_(float("nan")) if dtype.is_floating_point else tensor
+
+
+Memory.empty = _poisoned  # type: ignore[method-assign]
 asyncio.set_event_loop(None)  # LlamaIndex would else take the loop that Python makes unasked, and never close it
 
 
