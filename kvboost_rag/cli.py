@@ -66,7 +66,7 @@ def _check(model: str) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 2
         else:
-            print(f"reuse={reuse!r}: yes. {_figures(engine)}")
+            print(f"reuse={reuse!r}: yes. {_figures(engine)}", flush=True)
             engine.close()
             if getattr(engine.tokenizer, "chat_template", None) is None:
                 print("no chat template: prompts must be strings, not messages")
@@ -79,6 +79,7 @@ def _check(model: str) -> int:
 
 def _check_codecs(engine: Engine) -> None:
     """Print which codecs the model can bear."""
+    print("measuring what fewer bits per number would lose: some minutes the first time", flush=True)
     for bits in CODECS:
         try:
             config = EngineConfig(kv_bits=bits, selector="query", fallback=False)
@@ -90,7 +91,8 @@ def _check_codecs(engine: Engine) -> None:
             assert check is not None
             print(
                 f"kv_bits={bits!r}: yes. It takes {check.loss:.1e} of what documents change in an answer; the limit is "
-                f"{check.limit:g}"
+                f"{check.limit:g}",
+                flush=True,
             )
 
 

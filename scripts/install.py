@@ -56,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     if packages:
         print(CPU_HELP.format(packages=", ".join(packages[:3]), goal="demo"), file=sys.stderr)
         return 1
-    command = [python, "-m", "pip", "install", "--quiet", *constraints, "-e", f"{ROOT}[all,dev]"]
+    quiet = [] if sys.stderr.isatty() else ["--quiet"]  # somebody who waits wants to see that something happens
+    command = [python, "-m", "pip", "install", *quiet, *constraints, "-e", f"{ROOT}[all,dev]"]
     print("installing the package and its tools, this takes a few minutes the first time", file=sys.stderr)
     return subprocess.run(command, check=False).returncode
 
