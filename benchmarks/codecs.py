@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import count_tokens, default_model, divergence, ingest, load_engine, machine, markdown, write
+from common import bar, count_tokens, default_model, divergence, ingest, load_engine, machine, markdown, write
 from workload import Item, items, passages, sample
 
 from kvboost_rag import Engine
@@ -90,9 +90,8 @@ class Bench:
         args = self.args
         pool = sample(passages(count_tokens(self.engine)), args.collection, args.seed)
         ingest(self.engine, pool, args.seed)
-        for number, item in enumerate(items(pool, args.prompts, docs=args.docs, seed=args.seed)):
+        for item in bar(items(pool, args.prompts, docs=args.docs, seed=args.seed), Path(model).name):
             self.measure(item)
-            print(f"{model}: prompt {number + 1}/{args.prompts}", file=sys.stderr)
         return [{"model": model, **self.summary(name)} for name in self.codecs]
 
     def measure(self, item: Item) -> None:

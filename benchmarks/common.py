@@ -9,7 +9,7 @@ import platform
 import random
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import torch
 from workload import Passage
 
 from kvboost_rag import Engine, EngineConfig
+from kvboost_rag.progress import progress
 
 T = TypeVar("T")
 
@@ -50,6 +51,14 @@ def ingest(engine: Engine, pool: Sequence[Passage], seed: int | None) -> None:
     report = engine.warm(texts, namespace="default", show_progress=True)
     if report.rejected:
         raise SystemExit(f"{report.rejected} passages do not fit the store's budget")
+
+
+def bar(made: Sequence[T], what: str, unit: str = "prompt") -> Iterator[T]:
+    """Go through something behind a progress bar, which only a terminal or a notebook shows."""
+    with progress(what, len(made), unit=unit, show=True) as shown:
+        for one in made:
+            yield one
+            shown.update()
 
 
 def cpu_seconds(work: Callable[[], T]) -> tuple[float, T]:

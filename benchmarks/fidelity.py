@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common import (
+    bar,
     count_tokens,
     default_model,
     divergence,
@@ -67,10 +68,9 @@ def main() -> None:
         ingest(engine, pool, args.seed)
     arms = dict(recipes(engine, args.budgets, quick=args.quick))
     found: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
-    for number, item in enumerate(items(pool, args.prompts, docs=args.docs, seed=args.seed)):
+    for item in bar(items(pool, args.prompts, docs=args.docs, seed=args.seed), "fidelity"):
         for key, row in measure(engine, item, pool, arms, args):
             found[key].append(row)
-        print(f"prompt {number + 1}/{args.prompts}", file=sys.stderr)
     rows = summarise(found)
     table = markdown(COLUMNS, rows)
     print(table)

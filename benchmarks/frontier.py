@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import count_tokens, default_model, ingest, load_engine, machine, markdown, write
+from common import bar, count_tokens, default_model, ingest, load_engine, machine, markdown, write
 from fidelity import comparison, controls
 from workload import Item, items, passages, sample
 
@@ -80,7 +80,7 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
     ingest(engine, pool, args.seed)
     base = engine.recipe
     rows: list[dict[str, Any]] = []
-    for number, item in enumerate(items(pool, args.prompts, docs=args.docs, seed=args.seed)):
+    for number, item in enumerate(bar(items(pool, args.prompts, docs=args.docs, seed=args.seed), "frontier")):
         compare = comparison(engine, item, args.answer_tokens)
         for arm, figures in controls(engine, item, pool, compare, args.docs):
             rows.append({"prompt": number, "arm": arm, "budget": "", **figures})
@@ -93,7 +93,6 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
             figures = compare(engine.prefill(item.messages(), namespace=namespace))
             rows.append({"prompt": number, "arm": arm, "budget": budget, **figures})
         write(args.json, vars(args), rows=rows)  # after each prompt: a run that is cut short is not lost
-        print(f"prompt {number + 1}/{args.prompts}", file=sys.stderr)
     return rows
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import cpu_seconds, default_model, load_engine, machine, markdown, reused_in, write
+from common import bar, cpu_seconds, default_model, load_engine, machine, markdown, reused_in, write
 
 from kvboost_rag import Engine
 from kvboost_rag.tools import Dialect, canonical_tool
@@ -86,14 +86,13 @@ def main() -> None:
     found = []
     for count in args.counts:
         rng = random.Random(args.seed)
-        for number in range(-1, args.prompts):
+        for number in bar(range(-1, args.prompts), f"{count} tools"):
             chosen = rng.sample(known, count)
             if number % 2:  # every other prompt has a tool that nobody has seen
                 chosen[rng.randrange(count)] = strangers[number % len(strangers)]
             row = ask(engine, chat, chosen, strangers, number, rng)
             if number >= 0:
                 found.append({"tools": count, **row})
-        print(f"{count} tools", file=sys.stderr)
     rows = [summary([row for row in found if row["tools"] == count]) for count in args.counts]
     print(markdown(COLUMNS, rows))
     print(f"\n`{' '.join(sys.argv)}` on {machine()}")

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from common import (
+    bar,
     count_tokens,
     cpu_seconds,
     default_model,
@@ -73,10 +74,9 @@ def main() -> None:
         docs = int(scenario.split()[0]) if scenario[0].isdigit() else args.docs
         count = args.prompts if scenario in ("reordered", "first question") else args.others
         made = items(pool, count, docs=docs, seed=args.seed, preamble=PREAMBLES[0])
-        for item in made:
+        for item in bar(made, scenario):
             for arm, row in measure(engine, scenario, item, args):
                 found[scenario, arm].append(row)
-        print(scenario, file=sys.stderr)
     rows = summarise(found)
     text = markdown(COLUMNS, rows)
     if args.decode_tokens:
