@@ -63,6 +63,7 @@ def recipe_of(config: EngineConfig) -> Recipe:
         ratio=_RATIO if config.repair_ratio is None else config.repair_ratio,
         mean_ratio=_MEAN_RATIO if config.repair_ratio is None else None,
         least_tokens=config.repair_least_tokens,
+        whole_behind=config.repair_whole_passages,
         floor_tokens=config.floor_tokens,
         window_tokens=config.window_tokens,
         offset=offset,
@@ -156,7 +157,10 @@ class Calibrator:
         folder = self._config.calibration_dir
         if folder is None:
             return None
-        return Path(folder).expanduser() / f"{fingerprint}-{base.ratio:g}-{base.least_tokens}-{base.floor_tokens}.json"
+        return (
+            Path(folder).expanduser()
+            / f"{fingerprint}-{base.ratio:g}-{base.least_tokens}-{base.whole_behind}-{base.floor_tokens}.json"
+        )
 
 
 _SCOPE = Scope("calibration", "calibration")

@@ -38,7 +38,10 @@ class EngineConfig:
             everything is recomputed, which equals a full prefill. None is 0.05, but 0.03 for documents that were warmed
             in several orders; of those, it is first tokens, half of them the first document's (docs/accuracy.md).
         repair_least_tokens: least tokens of each moved run of fewer than 100 that "cacheblend" recomputes beyond the
-            floor, whatever the ratio, and beyond the one such run that "query" recomputes whole (docs/accuracy.md).
+            floor, whatever the ratio; a share of a short passage is too little to bind what it says.
+        repair_whole_passages: so many moved runs of fewer than 100 tokens "query" recomputes whole, whatever the ratio:
+            those right behind what the question attends to most, since a short passage may lean on the one before it
+            (docs/accuracy.md).
         floor_tokens: first tokens of each moved run that are always recomputed.
         window_tokens: width of the seam window of "selective".
         chunking: where stored runs are cut: every `chunk_tokens` ("fixed"), at the sentence or paragraph end
@@ -95,6 +98,7 @@ class EngineConfig:
     selector: SelectorName = "auto"
     repair_ratio: float | None = None
     repair_least_tokens: int = 6
+    repair_whole_passages: int = 1
     floor_tokens: int = 4
     window_tokens: int = 16
     chunking: Chunking = "document"
@@ -134,6 +138,7 @@ class EngineConfig:
         if self.repair_ratio is not None:
             _in_range("repair_ratio", self.repair_ratio, 0.0, 1.0)
         _in_range("repair_least_tokens", self.repair_least_tokens, 0, 4096)
+        _in_range("repair_whole_passages", self.repair_whole_passages, 0, 4096)
         _in_range("floor_tokens", self.floor_tokens, 0, 4096)
         _in_range("window_tokens", self.window_tokens, 1, 4096)
         _in_range("chunk_tokens", self.chunk_tokens, ANCHOR_TOKENS, 1 << 20)

@@ -106,5 +106,12 @@ def recording(tokenizer: Any = None, *, model: Any = None, window: int = WINDOW,
     if model is None:
         width = -(-len(chosen) // 8) * 8
         model = new_model("llama", vocab_size=width, max_position_embeddings=window)
-    settings = {"fallback": False, "pack_tokens": 0, "repair_least_tokens": 0, "calibration_dir": None, **config}
+    settings = {
+        "fallback": False,
+        "pack_tokens": 0,
+        "repair_least_tokens": 0,
+        "repair_whole_passages": 0,
+        "calibration_dir": None,
+        **config,
+    }
     return RecordingEngine(model, chosen, EngineConfig(**settings))

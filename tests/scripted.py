@@ -127,7 +127,14 @@ def scripted(family: str = "qwen2.5", *steps: Step, window: int = 8192, **config
         window: context window.
         config: of the engine; reuse is never declined as not worth it, as it would be for a model this small.
     """
-    settings = {"selector": "deviation", "fallback": False, "pack_tokens": 0, "repair_least_tokens": 0, **config}
+    settings = {
+        "selector": "deviation",
+        "fallback": False,
+        "pack_tokens": 0,
+        "repair_least_tokens": 0,
+        "repair_whole_passages": 0,
+        **config,
+    }
     engine = ScriptedEngine(_model(family, window), _tokenizer(family), EngineConfig(**settings))
     engine.script = list(steps)
     return engine

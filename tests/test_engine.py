@@ -197,6 +197,7 @@ def test_computed_tokens_are_what_the_layers_ran(repair: dict[str, Any]) -> None
         ({"repair": "selective", "window_tokens": 10}, lambda moved, runs: 10 * runs),
         ({"selector": "query", "repair_ratio": 0.2}, lambda moved, runs: 4 * runs + round(0.2 * moved)),
         ({"selector": "deviation", "repair_ratio": 0.2}, lambda moved, runs: 4 * runs + round(0.2 * moved)),
+        ({"selector": "deviation", "repair_whole_passages": 9, "repair_ratio": 0.0}, lambda moved, runs: 4 * runs),
         ({"repair_ratio": 1.0}, lambda moved, runs: moved),
     ],
 )
@@ -205,6 +206,17 @@ def test_every_repair_recomputes_what_it_is_configured_to(repair: dict[str, Any]
     engine.warm(DOCUMENTS)
     usage = engine.prefill(REORDERED).usage
     assert usage.repaired_tokens == tokens(usage.approximate_tokens, len(DOCUMENTS))
+
+
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_so_many_short_passages_behind_another_are_recomputed_whole(count: int) -> None:
+    engine = engine_of(selector="query", repair_ratio=0.0, repair_whole_passages=count)
+    engine.warm(DOCUMENTS)
+    found = engine.prefill(REORDERED)
+    behind = [len(run) for run in found.plan.runs[1:]]
+    wholes = {0: {0}, 1: set(behind), 9: {sum(behind)}}[count]
+    firsts = 4 * (len(DOCUMENTS) - min(count, len(behind)))
+    assert found.usage.repaired_tokens in {whole + firsts for whole in wholes}
 
 
 @every_repair

@@ -262,7 +262,7 @@ def check_lookup(engine: Engine, count: int) -> None:
     same, moved = two_kinds(engine, 120)
 
     def timed(ids: list[int]) -> tuple[float]:
-        request = engine._request(ids, namespace="bob")
+        request = engine._request("prefill", ids, namespace="bob")
         started = time.perf_counter()
         engine._serving._plan(request, engine.recipe)
         return (time.perf_counter() - started,)

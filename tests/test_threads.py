@@ -102,7 +102,7 @@ def test_forgetting_never_trips_over_requests_that_arrive() -> None:
 
     def arrive() -> None:
         while not stop.is_set():
-            _ = [engine._request(ids) for _ in range(200)]
+            _ = [engine._request("prefill", ids) for _ in range(200)]
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -193,7 +193,14 @@ def engine_of(model: Any = "llama", tokenizer: Any = "default", **config: Any) -
     alone, so that a test knows what its keys have seen.
     """
     chosen = tokenizer_of() if tokenizer == "default" else tokenizer
-    settings = {"fallback": False, "pack_tokens": 0, "repair_least_tokens": 0, "calibration_dir": None, **config}
+    settings = {
+        "fallback": False,
+        "pack_tokens": 0,
+        "repair_least_tokens": 0,
+        "repair_whole_passages": 0,
+        "calibration_dir": None,
+        **config,
+    }
     return Engine(model_of(model) if isinstance(model, str) else model, chosen, EngineConfig(**settings))
 
 
