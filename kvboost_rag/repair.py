@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 SHORT_TOKENS = 100  # a run of fewer is a short passage, see `Recipe.least_tokens`
+LEAD_TOKENS = 32  # beyond so many first tokens, being first makes no difference
 SEPARATOR_TOKENS = 16  # passages with no more than this between them are neighbours
 Positions: TypeAlias = npt.NDArray[np.int64]
 Scores: TypeAlias = npt.NDArray[np.float32]
@@ -55,7 +56,8 @@ class Recipe:
         mean_first: whether that share is taken from the beginning of such a run, without asking a probe: what is left
             to repair in a mean lies where a new neighbour is near.
         lead_share: how much of what is spent on the first tokens of means goes to those that stand behind no other run:
-            behind the preamble, where none was encoded. All others stand behind a document, as they did.
+            behind the preamble, where none was encoded; at most 32 tokens each. All others stand behind a document, as
+            they did.
         least_tokens: least tokens of each short run, of fewer than 100, to recompute beyond the floor, whatever the
             ratio: a share of a short passage is too little to bind what it says.
         whole_behind: how many short runs "query" recomputes whole: those right behind what the question attends to
@@ -119,12 +121,13 @@ def floors(recipe: Recipe, runs: Sequence[Run]) -> list[int]:
 
 def _first_shares(recipe: Recipe, runs: Sequence[Run]) -> list[float]:
     """First tokens of each mean: a share of it, and more where it stands behind something else than a document."""
-    ratio = _mean_ratio(recipe)
     leading = [run.mean and (not i or not _neighbours(runs[i - 1], run)) for i, run in enumerate(runs)]
-    lead = recipe.lead_share if any(leading) else 0.0
-    extra = lead * ratio * sum(len(run) for run in runs if run.mean) / max(sum(leading), 1)
+    tokens = sum(len(run) for run in runs if run.mean)
+    budget = _mean_ratio(recipe) * tokens
+    extra = min(recipe.lead_share * budget / max(sum(leading), 1), LEAD_TOKENS)
+    evenly = (budget - extra * sum(leading)) / max(tokens, 1)
     return [
-        ((1 - lead) * ratio * len(run) if run.mean else 0.0) + (extra if leads else 0.0)
+        (evenly * len(run) if run.mean else 0.0) + (extra if leads else 0.0)
         for run, leads in zip(runs, leading, strict=True)
     ]
 

@@ -184,8 +184,9 @@ def test_the_mean_behind_the_preamble_gets_more_of_the_first_tokens() -> None:
     assert floors(Recipe(ratio=0.1, lead_share=0.5), runs) == [30, 10, 10, 30]  # the last stands behind other text
     assert floors(Recipe(ratio=0.1, lead_share=0.5), runs[:3]) == [40, 10, 10]
     assert floors(Recipe(ratio=0.1, lead_share=0.0), runs) == [20, 20, 20, 20]
-    assert floors(Recipe(ratio=0.1, lead_share=1.0), runs[:3]) == [60, 4, 4]
-    assert floors(Recipe(ratio=0.5, lead_share=1.0), runs[:3]) == [200, 4, 4]  # no more than there is
+    assert floors(Recipe(ratio=0.05, lead_share=1.0), runs[:3]) == [30, 4, 4]
+    assert floors(Recipe(ratio=0.5, lead_share=1.0), runs[:3]) == [121, 89, 89]  # no more than 32 for being first
+    assert floors(Recipe(ratio=0.99, lead_share=1.0), runs[:3]) == [200, 187, 187]  # and no more than there is
     met = [Run(20, 220), *runs[1:3]]  # behind a document that was met in a prompt, or is no mean
     assert floors(Recipe(ratio=0.1, lead_share=0.5), met) == [4, 20, 20]
 
