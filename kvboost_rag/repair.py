@@ -160,22 +160,18 @@ def budgets(recipe: Recipe, runs: Sequence[Run]) -> list[int]:
 
 def most_whole(recipe: Recipe, runs: Sequence[Run]) -> int:
     """The most tokens that runs which are recomputed whole can have."""
-    if SELECTORS[recipe.selector].probe != "query":
-        return 0
-    return sum(sorted((len(run) for _, run in _followers(runs)), reverse=True)[: recipe.whole_behind])
+    return sum(sorted((len(run) for _, run in _followers(recipe, runs)), reverse=True)[: recipe.whole_behind])
 
 
 def whole_runs(recipe: Recipe, runs: Sequence[Run], scores: Scores) -> list[Run]:
     """The short runs that are recomputed whole: those right behind the runs that the question attends to most."""
-    if SELECTORS[recipe.selector].probe != "query":
-        return []
-    most = sorted(_followers(runs), key=lambda pair: -float(scores[pair[0].start : pair[0].end].sum()))
+    most = sorted(_followers(recipe, runs), key=lambda pair: -float(scores[pair[0].start : pair[0].end].sum()))
     return [run for _, run in most[: recipe.whole_behind]]
 
 
-def _followers(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Short runs that stand right behind another one, each with that one in front."""
-    pairs = itertools.pairwise(runs)
+def _followers(recipe: Recipe, runs: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """Short runs that stand right behind another one, each with that one in front; only "query" tells them apart."""
+    pairs = itertools.pairwise(runs) if SELECTORS[recipe.selector].probe == "query" else ()
     return [(one, run) for one, run in pairs if len(run) < SHORT_TOKENS and _neighbours(one, run)]
 
 

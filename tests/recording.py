@@ -10,7 +10,7 @@ import torch
 
 from kvboost_rag import Engine, EngineConfig, SamplingParams
 from tests.chat_tokenizers import MAKERS
-from tests.tiny import new_model, tokenizer_of
+from tests.tiny import SETTINGS, new_model, tokenizer_of
 
 WINDOW = 4096  # tiny tokenizers write a tool in a few hundred tokens
 
@@ -106,12 +106,4 @@ def recording(tokenizer: Any = None, *, model: Any = None, window: int = WINDOW,
     if model is None:
         width = -(-len(chosen) // 8) * 8
         model = new_model("llama", vocab_size=width, max_position_embeddings=window)
-    settings = {
-        "fallback": False,
-        "pack_tokens": 0,
-        "repair_least_tokens": 0,
-        "repair_whole_passages": 0,
-        "calibration_dir": None,
-        **config,
-    }
-    return RecordingEngine(model, chosen, EngineConfig(**settings))
+    return RecordingEngine(model, chosen, EngineConfig(**{**SETTINGS, **config}))

@@ -186,6 +186,15 @@ def prompt_of(documents: Sequence[str], *, preamble: str = "Read this.", questio
     return "\n\n".join([preamble, *documents, question])
 
 
+SETTINGS: dict[str, Any] = {
+    "fallback": False,
+    "pack_tokens": 0,
+    "repair_least_tokens": 0,
+    "repair_whole_passages": 0,
+    "calibration_dir": None,
+}
+
+
 def engine_of(model: Any = "llama", tokenizer: Any = "default", **config: Any) -> Engine:
     """An engine on a tiny model.
 
@@ -193,15 +202,8 @@ def engine_of(model: Any = "llama", tokenizer: Any = "default", **config: Any) -
     alone, so that a test knows what its keys have seen.
     """
     chosen = tokenizer_of() if tokenizer == "default" else tokenizer
-    settings = {
-        "fallback": False,
-        "pack_tokens": 0,
-        "repair_least_tokens": 0,
-        "repair_whole_passages": 0,
-        "calibration_dir": None,
-        **config,
-    }
-    return Engine(model_of(model) if isinstance(model, str) else model, chosen, EngineConfig(**settings))
+    settings = EngineConfig(**{**SETTINGS, **config})
+    return Engine(model_of(model) if isinstance(model, str) else model, chosen, settings)
 
 
 @torch.inference_mode()
