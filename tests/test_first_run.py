@@ -464,6 +464,15 @@ def test_an_old_python_is_told_by_pip_and_by_the_installer(tmp_path: Path) -> No
 # ---- bars ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def bars_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bars of transformers are on, whatever `HF_HUB_DISABLE_PROGRESS_BARS` says where the tests run."""
+    from transformers.utils import logging
+
+    monkeypatch.setattr(logging, "_tqdm_active", True)
+
+
+@pytest.mark.usefixtures("bars_of_transformers")
 @pytest.mark.parametrize(("show", "terminal"), [(True, True), (True, False), (False, True)])
 def test_bars_are_shown_on_request_and_to_somebody(
     saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, show: bool, terminal: bool
@@ -481,6 +490,7 @@ def test_bars_are_shown_on_request_and_to_somebody(
         assert (loading_shown, warming_shown) == ("", "")
 
 
+@pytest.mark.usefixtures("bars_of_transformers")
 def test_other_bars_of_transformers_stay_as_they_were(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 
