@@ -16,7 +16,7 @@ from .hf import cache_over
 from .kv import RequestKV, StoredRun
 from .passes import AttentionProbe
 from .planner import Plan
-from .repair import SELECTORS, Positions, Recipe, Scores, choose, floor_positions
+from .repair import SELECTORS, Positions, Recipe, Scores, choose, floor_positions, repeated
 from .rope import Rope
 from .runner import ModelRunner
 
@@ -37,6 +37,7 @@ class Executed:
         charged: tokens that ran, each pass charged by its share of the layers.
         repaired: approximate positions that were recomputed.
         load_s, model_s: seconds spent placing chunks and inside forward passes.
+        transfer_s: the part of `load_s` that placed KV of another model.
     """
 
     kv: RequestKV
@@ -46,6 +47,7 @@ class Executed:
     repaired: Positions
     load_s: float
     model_s: float
+    transfer_s: float = 0.0
 
 
 class Executor:
@@ -118,12 +120,13 @@ class _Request:
     def __init__(self, executor: Executor, ids: IntArray, plan: Plan, recipe: Recipe) -> None:
         self.runner, self.rope, self.plan, self.recipe = executor.runner, executor.rope, plan, recipe
         self.device = self.runner.spec.device
-        self.ids = torch.from_numpy(ids.astype(np.int64)).to(self.device)
+        self.prompt, self.ids = ids, torch.from_numpy(ids.astype(np.int64)).to(self.device)
         self.charged = 0.0
         self.model_s = 0.0
         self.new = np.concatenate(
             [np.empty(0, np.int64), *[np.arange(s.start, s.end) for s in plan.segments if s.kind == "compute"]]
         )
+        self.asking = self.new[self.new >= plan.pure_until][-PROBE_ROWS:]  # what a "query" probe goes by
         depth = self.runner.spec.layers
         self.band = range(
             min(math.floor(recipe.probe_from * depth), depth - 1), max(1, math.ceil(recipe.probe_to * depth))
@@ -143,8 +146,10 @@ class _Request:
         self.kv = self.runner.new_kv(n, n + room)
         self.kv.cancelled = cancelled
         self.cache = cache_over(self.kv)
+        transfer_s = 0.0
         for segment in self.plan.segments:
             if segment.key is not None:
+                placing = time.perf_counter()
                 chunks[segment.key].place(
                     self.kv,
                     segment.start,
@@ -153,19 +158,22 @@ class _Request:
                     delta=segment.delta,
                     rope=self.rope,
                 )
+                if segment.kind == "transferred":
+                    _synchronise(self.device)
+                    transfer_s += time.perf_counter() - placing
             elif self.plan.runs:
                 # A probe may look over what no pass has filled yet, and a mask does not hide NaN.
                 self.kv.clear(segment.start, segment.end)
         _synchronise(self.device)
         load_s = time.perf_counter() - started
         logits, repaired = self._joining() if self.joins else self._probing()
-        return Executed(self.kv, self.cache, logits, self.charged, repaired, load_s, self.model_s)
+        return Executed(self.kv, self.cache, logits, self.charged, repaired, load_s, self.model_s, transfer_s)
 
     def _probing(self) -> tuple[torch.Tensor, Positions]:
         """A probe, if the recipe needs one, then one pass over everything that is to be computed."""
         new = self._leading_pass()
         scores = self._probe(new)
-        repaired = choose(self.recipe, self.plan.runs, scores)
+        repaired = choose(self.recipe, self.plan.runs, scores, self._repeats())
         rows = np.union1d(new, repaired)
         if scores is not None:
             self._offset_from(rows, repaired)
@@ -180,9 +188,9 @@ class _Request:
         layer = self.band.stop
         floor = floor_positions(self.recipe, self.plan.runs)
         first = np.union1d(self.new, floor)
-        probe = self._attention_of(self.new[self.new >= self.plan.pure_until][-PROBE_ROWS:], first, ends_pass=False)
+        probe = self._attention_of(self.asking, first, ends_pass=False)
         waiting = self._up_to(layer, first, probe)
-        repaired = choose(self.recipe, self.plan.runs, _mass(probe))
+        repaired = choose(self.recipe, self.plan.runs, _mass(probe), self._repeats())
         chosen = np.setdiff1d(repaired, floor)
         rows = np.union1d(first, repaired)
         if len(chosen):
@@ -200,6 +208,9 @@ class _Request:
         self._charge(len(rows))
         self.kv.before_write = None
         return logits, repaired
+
+    def _repeats(self) -> Scores:
+        return repeated(self.prompt, self.plan.runs, self.asking)
 
     def _up_to(self, layer: int, rows: Positions, probe: AttentionProbe | None = None) -> torch.Tensor:
         started = time.perf_counter()
@@ -254,10 +265,9 @@ class _Request:
 
     def _query(self, new: Positions) -> Scores:
         """Attention of the last new tokens over the moved cache, in a pass of their own."""
-        asking = new[new >= self.plan.pure_until][-PROBE_ROWS:]
         leading = new[new < self.plan.pure_until]
-        rows = np.concatenate([leading, asking])  # the runs' first tokens beside them change nothing, measured
-        probe = self._attention_of(asking, rows)
+        rows = np.concatenate([leading, self.asking])  # the runs' first tokens beside them change nothing, measured
+        probe = self._attention_of(self.asking, rows)
         hidden = self._unfilled(rows)
         self._pass(rows, hidden=hidden if bool(hidden.any()) else None, probe=probe)
         self._charge(len(rows), self.band.stop - 1)

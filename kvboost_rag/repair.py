@@ -18,6 +18,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from .chunks import IntArray
+
 SHORT_TOKENS = 100  # a run of fewer is a short passage, see `Recipe.least_tokens`
 LEAD_TOKENS = 32  # beyond so many first tokens, being first makes no difference
 SEPARATOR_TOKENS = 16  # passages with no more than this between them are neighbours
@@ -33,11 +35,13 @@ class Run:
 
     Attributes:
         mean: whether its KV is the mean of several histories.
+        mapped: whether its KV was mapped from that of another model.
     """
 
     start: int
     end: int
     mean: bool = False
+    mapped: bool = False
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -53,6 +57,8 @@ class Recipe:
         ratio: share of the approximate tokens to recompute beyond the floor.
         mean_ratio: the share of runs whose KV is the mean of several histories, and so has less to repair; None is
             `ratio`.
+        mapped_ratio: the share of runs whose KV was mapped from another model's, and so has more to repair; None is
+            `ratio`.
         mean_first: whether that share is taken from the beginning of such a run, without asking a probe: what is left
             to repair in a mean lies where a new neighbour is near.
         lead_share: how much of what is spent on the first tokens of means goes to those that stand behind no other run:
@@ -60,8 +66,8 @@ class Recipe:
             they did.
         least_tokens: least tokens of each short run, of fewer than 100, to recompute beyond the floor, whatever the
             ratio: a share of a short passage is too little to bind what it says.
-        whole_behind: how many short runs "query" recomputes whole: those right behind what the question attends to
-            most. A short passage that leans on the one before it ("its version is…") says of what it speaks only there.
+        whole_behind: how many short runs "query" recomputes whole: those right behind what the question is about. A
+            short passage that leans on the one before it ("its version is…") says of what it speaks only there.
         floor_tokens: least first tokens of each run that are always recomputed.
         window_tokens: seam window of "selective".
         probe_from, probe_to: band of layers, as shares of the depth, whose attention counts for "query"; the probe
@@ -77,6 +83,7 @@ class Recipe:
     selector: str = "query"
     ratio: float = 0.05
     mean_ratio: float | None = None
+    mapped_ratio: float | None = None
     mean_first: bool = True
     lead_share: float = 0.5
     least_tokens: int = 6
@@ -150,9 +157,8 @@ def seam_positions(runs: Sequence[Run], window_tokens: int) -> Positions:
 
 def budgets(recipe: Recipe, runs: Sequence[Run]) -> list[int]:
     """Tokens to recompute for the sake of each run, beyond the floor."""
-    mean_ratio = 0.0 if recipe.mean_first else _mean_ratio(recipe)
     lengths = np.array([len(run) for run in runs], np.int64)
-    exact = np.cumsum([0.0, *(len(run) * (mean_ratio if run.mean else recipe.ratio) for run in runs)])
+    exact = np.cumsum([0.0, *(len(run) * _ratio(recipe, run) for run in runs)])
     shares = np.diff(np.round(exact)).astype(int)  # rounded together: they sum to the whole budget
     least = np.where(lengths < SHORT_TOKENS, recipe.least_tokens, 0)
     return np.minimum(lengths, np.maximum(shares, least)).tolist()  # type: ignore[no-any-return]
@@ -163,33 +169,78 @@ def most_whole(recipe: Recipe, runs: Sequence[Run]) -> int:
     return sum(sorted((len(run) for _, run in _followers(recipe, runs)), reverse=True)[: recipe.whole_behind])
 
 
-def whole_runs(recipe: Recipe, runs: Sequence[Run], scores: Scores) -> list[Run]:
-    """The short runs that are recomputed whole: those right behind the runs that the question attends to most."""
-    most = sorted(_followers(recipe, runs), key=lambda pair: -float(scores[pair[0].start : pair[0].end].sum()))
-    return [run for _, run in most[: recipe.whole_behind]]
+def whole_runs(recipe: Recipe, runs: Sequence[Run], scores: Scores, repeats: Scores | None = None) -> list[Run]:
+    """The short runs that are recomputed whole: those right behind the runs that the question is about.
+
+    Attention alone misses a third of them, and a question that uses other words than the passage repeats nothing of it;
+    so both count, each as a share of what all such runs have.
+
+    Args:
+        recipe: how many.
+        runs: moved stretches.
+        scores: attention to each position, float32 ``(prompt,)``.
+        repeats: of each run, see `repeated`; None leaves it to attention.
+    """
+    pairs = _followers(recipe, runs)
+    attended = _shares([float(scores[runs[i].start : runs[i].end].sum()) for i, _ in pairs])
+    named = np.zeros(len(pairs)) if repeats is None else _shares([float(repeats[i]) for i, _ in pairs])
+    most = np.argsort(-(attended + named), kind="stable")[: recipe.whole_behind]
+    return [pairs[i][1] for i in most]
 
 
-def _followers(recipe: Recipe, runs: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Short runs that stand right behind another one, each with that one in front; only "query" tells them apart."""
+def repeated(ids: IntArray, runs: Sequence[Run], asking: Positions) -> Scores:
+    """How much of what is asked each run repeats: tokens in common, those that few runs hold counting more.
+
+    Args:
+        ids: the prompt.
+        runs: moved stretches of it.
+        asking: positions of the question.
+
+    Returns:
+        float32 ``(runs,)``.
+    """
+    asked = np.unique(ids[asking])
+    held = np.zeros((len(runs), len(asked)), np.float32)
+    for row, run in zip(held, runs, strict=True):
+        row[:] = np.isin(asked, ids[run.start : run.end])
+    return held @ (1 / np.maximum(held.sum(0), 1) ** 2)  # type: ignore[no-any-return]
+
+
+def _followers(recipe: Recipe, runs: Sequence[Run]) -> list[tuple[int, Run]]:
+    """Short runs right behind another one, each with the number of that one; only "query" tells them apart."""
     pairs = itertools.pairwise(runs) if SELECTORS[recipe.selector].probe == "query" else ()
-    return [(one, run) for one, run in pairs if len(run) < SHORT_TOKENS and _neighbours(one, run)]
+    return [(i, run) for i, (one, run) in enumerate(pairs) if len(run) < SHORT_TOKENS and _neighbours(one, run)]
+
+
+def _shares(parts: Sequence[float]) -> npt.NDArray[np.float64]:
+    """Parts of their sum; nothing if there is none."""
+    numbers = np.array(parts, np.float64)
+    return numbers / max(numbers.sum(), 1e-12)  # type: ignore[no-any-return]
 
 
 def _neighbours(one: Run, run: Run) -> bool:
     return run.start - one.end <= SEPARATOR_TOKENS
 
 
+def _ratio(recipe: Recipe, run: Run) -> float:
+    """The share of a run that a probe chooses."""
+    if run.mean:
+        return 0.0 if recipe.mean_first else _mean_ratio(recipe)
+    return recipe.mapped_ratio if run.mapped and recipe.mapped_ratio is not None else recipe.ratio
+
+
 def _mean_ratio(recipe: Recipe) -> float:
     return recipe.ratio if recipe.mean_ratio is None else recipe.mean_ratio
 
 
-def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None) -> Positions:
+def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None, repeats: Scores | None = None) -> Positions:
     """All positions of ``runs`` to recompute, ascending and unique.
 
     Args:
         recipe: the strategy.
         runs: moved stretches of the prompt.
         scores: what the recipe's probe saw, float32 ``(prompt,)``; None if it needs no probe.
+        repeats: of the question by each run, see `repeated`.
     """
     if recipe.strategy == "none" or not runs:
         return np.empty(0, np.int64)
@@ -200,7 +251,7 @@ def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None) -> Positi
         return _join([floor, seam_positions(runs, recipe.window_tokens)])
     if scores is None:
         return floor
-    sure = _join([floor, *(np.arange(run.start, run.end) for run in whole_runs(recipe, runs, scores))])
+    sure = _join([floor, *(np.arange(run.start, run.end) for run in whole_runs(recipe, runs, scores, repeats))])
     candidates = np.setdiff1d(_join([np.arange(r.start, r.end) for r in runs]), sure, assume_unique=True)
     picked = SELECTORS[recipe.selector].choose(scores, runs, candidates, budgets(recipe, runs))
     return _join([sure, picked])

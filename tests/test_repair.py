@@ -20,6 +20,7 @@ from kvboost_rag.repair import (
     floor_positions,
     floors,
     most_whole,
+    repeated,
     seam_positions,
     top_positions,
     top_with_quota,
@@ -204,6 +205,25 @@ def test_the_short_run_behind_what_is_asked_about_is_recomputed_whole() -> None:
     for none in (Recipe(selector="deviation"), Recipe(whole_behind=0)):
         assert whole_runs(none, runs, scores) == []
         assert most_whole(none, runs) == 0
+
+
+def test_what_a_question_names_counts_as_much_as_what_it_attends_to() -> None:
+    runs = [Run(10, 70), Run(72, 130), Run(132, 190), Run(192, 250)]
+    ids = np.arange(300, dtype=np.int32)
+    ids[[20, 80, 140]] = 7  # all but one hold it
+    ids[[100, 260]] = 9  # asked about, and only the second run holds it
+    ids[261], asking = 7, np.array([260, 261])
+    repeats = repeated(ids, runs, asking)
+    assert repeats.tolist() == pytest.approx([1 / 9, 1 + 1 / 9, 1 / 9, 0.0])
+    scores = np.zeros(300, np.float32)
+    scores[[15, 75, 135]] = 0.5, 0.2, 0.3
+    assert whole_runs(Recipe(), runs, scores) == [runs[1]]
+    assert whole_runs(Recipe(), runs, scores, repeats) == [runs[2]]
+    assert set(range(132, 190)) <= set(choose(Recipe(ratio=0.0), runs, scores, repeats).tolist())
+    nothing = repeated(ids, runs, np.array([270]))  # words that no run holds leave it to attention
+    assert nothing.tolist() == [0.0] * 4
+    assert whole_runs(Recipe(), runs, scores, nothing) == [runs[1]]
+    assert repeated(ids, [], asking).tolist() == []
 
 
 def test_a_run_that_stands_apart_is_bound_to_none() -> None:
