@@ -12,6 +12,7 @@ from .errors import (
     PromptError,
     RequestTimeoutError,
     StoreError,
+    TransferError,
     UnsupportedModelError,
 )
 from .observing import Observer, RequestRecord
@@ -28,6 +29,7 @@ from .stats import (
     Usage,
     WarmReport,
 )
+from .transfer.mapping import TransferMap
 
 __all__ = [
     "AuditStats",
@@ -53,6 +55,8 @@ __all__ = [
     "SamplingParams",
     "StoreError",
     "Timing",
+    "TransferError",
+    "TransferMap",
     "UnsupportedModelError",
     "Usage",
     "WarmReport",

@@ -24,6 +24,7 @@ from .serving import Serving
 from .store import DiskReader, DiskStore, KVShape, codec_for
 from .store.policies import policy_of
 from .tracing import Recorder
+from .transfer.bridge import Transfer
 from .warming import Warmer
 from .worth import Appraiser
 
@@ -73,7 +74,7 @@ def _disk(config: EngineConfig, appraiser: Appraiser) -> DiskReader | None:
     )
 
 
-def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
+def assemble(model: Any, tokenizer: Any, config: EngineConfig, transfer: Transfer | None = None) -> Parts:
     """Check a model and build the parts around it.
 
     Raises:
@@ -138,6 +139,7 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig) -> Parts:
         recipe=recipe,
         costs=costs if config.fallback else None,
         lossy=not codec.lossless,
+        bridge=None if transfer is None or rope is None else transfer.bridge(library, rope, spec.device),
     )
     return Parts(
         identity,

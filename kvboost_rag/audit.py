@@ -279,11 +279,11 @@ class Auditor:
             equal=found.equal,
             compared=found.compared,
             repaired=usage.repaired_tokens,
-            approximate=usage.approximate_tokens,
+            approximate=usage.changed_tokens,
         )
         self._kl += found.kl
         self._most_kl = max(self._most_kl, found.kl)
-        if not usage.approximate_tokens:
+        if not usage.changed_tokens:
             return
         latest = self._latest.setdefault(sample.namespace, deque(maxlen=self._window))
         self._latest.move_to_end(sample.namespace)

@@ -12,10 +12,11 @@ from .engine import Engine
 from .errors import KVBoostError, MissingExtraError, UnsupportedModelError
 from .store_command import store
 from .trace_command import trace
+from .transfer_command import transfer
 from .warm_command import warm
 
 COMMANDS = "kvboost_rag.commands"  # group of entry points; each takes a list of arguments and returns an exit status
-OWN: dict[str, Callable[[list[str]], int]] = {"warm": warm, "store": store, "trace": trace}
+OWN: dict[str, Callable[[list[str]], int]] = {"warm": warm, "store": store, "trace": trace, "transfer": transfer}
 CODECS: tuple[KVBits, ...] = (8, "8/4", 4)
 MODES: tuple[Reuse, ...] = ("approximate", "exact", "off")
 
@@ -31,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("warm", help="compute and store the KV of a folder of documents", add_help=False)
     commands.add_parser("store", help="look at, check and mend a folder of stored KV", add_help=False)
     commands.add_parser("trace", help="say what a log of prompts would gain; replay or make traces", add_help=False)
+    commands.add_parser("transfer", help="map the KV of one model into that of another of its family", add_help=False)
     for name in sorted(found):
         commands.add_parser(name, help=f"see kvboost-rag {name} --help", add_help=False)
     options, rest = parser.parse_known_args(arguments)

@@ -49,13 +49,14 @@ class CostModel:
         return computed * (self.token_s + self.pair_s * (base + tokens / 2)) - self.move_s * tokens
 
     def compute(self, plan: Plan) -> float:
-        """Seconds of the plan without approximate segments: exact hits loaded, the rest computed in one pass."""
+        """Seconds of the plan without changed segments: exact hits loaded, the rest computed in one pass."""
         n, e = plan.prompt_tokens, plan.exact_end
         return self.move_s * e + self.pass_cost(n - e, (n + e) / 2)
 
     def reuse(self, plan: Plan, recipe: Recipe) -> float:
-        """Seconds of the plan as it stands."""
-        n, moved, fresh = plan.prompt_tokens, plan.tokens("approximate"), plan.tokens("compute")
+        """Seconds of the plan as it stands, what mapping the KV of another model takes left out."""
+        n, fresh = plan.prompt_tokens, plan.tokens("compute")
+        moved = plan.tokens("approximate") + plan.tokens("transferred")
         floor = sum(floors(recipe, plan.runs))
         seen = 0.6 * n
         seconds = self.plan_s + self.move_s * (moved + plan.exact_end)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, Unpack
 
-from .assembly import assemble
+from .assembly import Parts
 from .audit import Auditor
 from .chunks import IntArray, Scope
 from .config import (
@@ -23,10 +22,10 @@ from .config import (
     check_timeout,
 )
 from .errors import ConfigError, ContextOverflowError
-from .fingerprints import Watch, fingerprint
 from .forgetting import chunks_holding
 from .hf import load_pretrained, stop_strings
 from .kv import Cancelled
+from .live import LiveModel
 from .observing import Observers
 from .options import Options, mode_of
 from .prompts import as_texts
@@ -35,12 +34,13 @@ from .request import Call, Doors, Live, Method, Request, cancelled, deadline, is
 from .scheduler import scheduler_of
 from .stats import Delta, EngineStats, Generation, Prefill, Totals, WarmReport
 from .streaming import Deltas, astream, in_thread
+from .transfer.bridge import transfer_of
+from .transfer.mapping import TransferMap
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
-REMEMBERED = 64  # fingerprints of states the model was in: switching between adapters must not hash it every time
 
 
-class Engine:
+class Engine(LiveModel):
     """Runs one model and keeps the KV of what it read, per namespace.
 
     Thread-safe: requests of several threads run together, also those of other engines on the same model: their answers
@@ -51,22 +51,30 @@ class Engine:
         model: a Hugging Face causal language model with rotary positions.
         tokenizer: its tokenizer; None if prompts are always token ids.
         config: see `EngineConfig`.
+        transfer: a map, or its file (`kvboost-rag transfer fit`): what its source has read, and this model has not, is
+            mapped instead of computed. A map that its gate refused is not used.
+        source: engine of that source; without it the source's KV is taken from ``config.disk_path``.
 
     Raises:
         UnsupportedModelError: the model cannot be served in ``config.reuse``; says which layer and which mode can.
+        TransferError: the map is damaged, or is not for these models.
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
-        self._model = model.eval()
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        *,
+        transfer: TransferMap | Path | str | None = None,
+        source: Engine | None = None,
+    ) -> None:
         check_is(config, EngineConfig, "config")
-        self._config = config or EngineConfig()
-        self._scheduler = scheduler_of(self.model)
-        self._doors = Doors(self._config.max_num_seqs, self._scheduler, lambda: self._library.clear())
-        self._watch, self._watch_lock = Watch(self.model), threading.Lock()
-        self._fingerprints: OrderedDict[Hashable, str] = OrderedDict()
-        self._auditor = Auditor(self._config, self._current_fingerprint)
-        self._assemble()
+        config = config or EngineConfig()
+        self._scheduler = scheduler_of(model)
+        self._doors = Doors(config.max_num_seqs, self._scheduler, lambda: self._library.clear())
+        self._auditor = Auditor(config, self._current_fingerprint)
+        super().__init__(model, tokenizer, config, transfer_of(transfer, config, source))
         self._totals, self._observers = Totals(), Observers()
         self._live = Live()
 
@@ -79,6 +87,8 @@ class Engine:
         dtype: Any = "auto",
         device: Any = "auto",
         config: EngineConfig | None = None,
+        transfer: TransferMap | Path | str | None = None,
+        source: Engine | None = None,
         show_progress: bool = False,
         **hf_options: Any,
     ) -> Engine:
@@ -90,6 +100,8 @@ class Engine:
             dtype: torch dtype or "auto" for the checkpoint's own.
             device: torch device or "auto" for CUDA where there is one.
             config: see `EngineConfig`.
+            transfer: see `Engine`, also for ``source``.
+            source: see there.
             show_progress: draw a progress bar, in a terminal or notebook.
             hf_options: for `AutoModelForCausalLM.from_pretrained`.
 
@@ -100,37 +112,12 @@ class Engine:
         if ours := sorted(EngineConfig.__dataclass_fields__.keys() & hf_options.keys()):
             raise ConfigError(f"{ours[0]} is no option of transformers; give it as config=EngineConfig({ours[0]}=…)")
         options = {"gguf_file": gguf_file, "dtype": dtype, "device": device, "show_progress": show_progress}
-        return cls(*load_pretrained(model, **options, **hf_options), config)
-
-    @property
-    def model(self) -> Any:
-        """The Hugging Face model."""
-        return self._model
-
-    @property
-    def tokenizer(self) -> Any:
-        """Its tokenizer; make another engine to use another one."""
-        return self._tokenizer
-
-    @property
-    def config(self) -> EngineConfig:
-        """The configuration the engine was made with."""
-        return self._config
+        return cls(*load_pretrained(model, **options, **hf_options), config, transfer=transfer, source=source)
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._doors.closed
-
-    @property
-    def fingerprint(self) -> str:
-        """Identity of the model as it is now: weights, adapter, tokenizer, rotary frequencies, dtype, codec."""
-        return self._current_fingerprint()
-
-    @property
-    def window_tokens(self) -> int:
-        """Most tokens that prompt and answer may have together: the model's context window."""
-        return self._window_tokens
 
     def __enter__(self) -> Engine:
         return self
@@ -221,16 +208,13 @@ class Engine:
         documents = as_texts(texts)
         if self.config.reuse == "off":
             raise ConfigError("reuse is 'off', so warming has no effect; use reuse='exact' or 'approximate'")
-        encoded = [self._encoder.encode_after(context, text) for text in documents]
-        # Tokens that merge over the border belong to the document, so the shortest context is everybody's.
-        shortest = min(encoded or [self._encoder.encode_after(context, "")], key=lambda pair: pair[1])
-        before = shortest[0][: shortest[1]]
+        before, encoded = self._encoder.encode_documents(context, documents)
         if len(before) + ANCHOR_TOKENS > self._window_tokens:
             raise ContextOverflowError(len(before), self._window_tokens, extra=" (the context, without a document)")
         report = self._warmer.warm(
             scope,
             before,
-            [ids[len(before) :] for ids, _ in encoded],
+            encoded,
             named=bool(context),
             running=self._doors.warming,
             show_progress=show_progress,
@@ -351,35 +335,13 @@ class Engine:
         self._live.keep_nothing_of(namespace)
         self._auditor.drop(namespace)
 
+    def _assembled(self, parts: Parts) -> None:
+        self._auditor.executor = parts.executor
+
     def _scope(self, namespace: str | None) -> Scope:
         self._doors.must_be_open()
         name = self.config.namespace if namespace is None else check_namespace(namespace)
         return Scope(self._current_fingerprint(), name)
-
-    def _assemble(self) -> None:
-        """Inspect and check the model, and build everything that depends on its structure."""
-        self._structure, state = self._watch.look()
-        with self._scheduler.alone():
-            parts = assemble(self.model, self.tokenizer, self.config)
-        self._fingerprints[state] = parts.fingerprint
-        self.checked, self.calibration = parts.checked, parts.calibration
-        self._window_tokens = parts.window_tokens
-        self._encoder, self._library = parts.encoder, parts.library
-        self._codec, self.codec_check = parts.codec, parts.codec_check
-        self._warmer, self._serving, self._auditor.executor = parts.warmer, parts.serving, parts.executor
-
-    def _current_fingerprint(self) -> str:
-        """Fingerprint of the model as it is now: what was stored under another stays out of reach."""
-        with self._watch_lock:
-            structure, state = self._watch.look()
-            if structure != self._structure:
-                self._library.close()
-                self._assemble()
-            elif state not in self._fingerprints:
-                self._fingerprints[state] = fingerprint(self.model, self.tokenizer, self._codec)
-                if len(self._fingerprints) > REMEMBERED:
-                    self._fingerprints.popitem(last=False)
-            return self._fingerprints[state]
 
     def _answer(self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None]) -> Generation:
         with self._observers.following(request) as ending:

@@ -7,6 +7,7 @@
     ├── ModelLoadError         there is no such model, or it cannot be loaded here; also an `OSError`
     ├── UnsupportedModelError  the model cannot be served in the asked mode
     ├── TraceError             a trace that cannot be written, read or replayed
+    ├── TransferError          a map of one model's KV to another's that cannot be made, read or used
     ├── StoreError             a folder of stored KV that cannot be used as it is
     ├── MissingExtraError      an optional extra is not installed; also an `ImportError`
     ├── RequestTimeoutError    no answer within the time that was asked for
@@ -76,6 +77,10 @@ class UnsupportedModelError(KVBoostError):
 
 class TraceError(KVBoostError, ValueError):
     """A trace cannot be written, read or replayed."""
+
+
+class TransferError(KVBoostError):
+    """A map for KV transfer cannot be made, read, or used with these models."""
 
 
 class StoreError(KVBoostError):

@@ -33,7 +33,7 @@ class RequestRecord:
         sampling: how it was to be continued; None if the call was refused.
         began_s: call entry, seconds since the epoch.
         usage, timing: see there; of a request that failed, `prompt_tokens` and `total_s` alone are known.
-        exact_hits, approximate_hits: runs of stored tokens that were used.
+        exact_hits, approximate_hits, transferred_hits: runs of stored tokens that were used.
         misses: runs of tokens that were computed, whatever was stored; the last token, which always runs, is none.
         finish_reason: why the answer ended; None without an answer.
         fallback: why less was reused than was asked for, or found.
@@ -51,6 +51,7 @@ class RequestRecord:
     timing: Timing
     exact_hits: int = 0
     approximate_hits: int = 0
+    transferred_hits: int = 0
     misses: int = 0
     finish_reason: FinishReason | None = None
     fallback: Fallback | None = None
@@ -166,6 +167,7 @@ def _record(call: Call, request: Request | None, ending: Ending) -> RequestRecor
         timing=Timing(total_s=elapsed) if result is None else result.timing,
         exact_hits=kinds.count("exact"),
         approximate_hits=kinds.count("approximate"),
+        transferred_hits=kinds.count("transferred"),
         misses=0 if plan is None else _misses(plan),
         finish_reason=result.finish_reason if isinstance(result, Generation) else None,
         fallback=ending.fallback,

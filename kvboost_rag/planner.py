@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from .chunks import ChunkHeader, Hit
+from .config import ANCHOR_TOKENS
 from .repair import Run
 
-Kind = Literal["exact", "approximate", "compute"]
+Kind = Literal["exact", "approximate", "transferred", "compute"]
+_CHANGED = ("approximate", "transferred")  # kinds whose KV a full prefill would not give
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +21,9 @@ class Segment:
     """Prompt positions ``[start, end)`` and where their KV comes from.
 
     Attributes:
-        kind: "exact", "approximate" or "compute".
+        kind: "exact", "approximate", "transferred" (approximate, and mapped from the KV of another model) or "compute".
         start, end: positions in the prompt.
-        key: chunk that serves the segment; None for "compute".
+        key: chunk that serves the segment; None for "compute". Of "transferred" ones it is the other model's.
         offset: first token inside that chunk.
         delta: how far the keys move, in positions; 0 for exact segments.
         settled: whether an approximate segment needs no repair: it was repaired at this very place when it was served
@@ -49,7 +51,7 @@ class Plan:
     Attributes:
         prompt_tokens: length of the prompt.
         segments: see there; the last token is always computed.
-        runs: approximate stretches that moved as one piece: a seam lies only between runs.
+        runs: stretches of changed KV that moved as one piece: a seam lies only between runs.
     """
 
     prompt_tokens: int
@@ -77,12 +79,17 @@ class Plan:
     @property
     def pure_until(self) -> int:
         """Position up to which everything computed sees only KV of its own history, exact but for a codec's loss."""
-        return next((s.start for s in self.segments if s.kind == "approximate" and not s.lossy), self.prompt_tokens)
+        return next((s.start for s in self.segments if s.kind in _CHANGED and not s.lossy), self.prompt_tokens)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Chunks the plan needs, in prompt order, without repeats."""
-        return tuple(dict.fromkeys(s.key for s in self.segments if s.key is not None))
+        """Chunks of this model that the plan needs, in prompt order, without repeats."""
+        return tuple(dict.fromkeys(s.key for s in self.segments if s.key is not None and s.kind != "transferred"))
+
+    @property
+    def transferred_keys(self) -> tuple[str, ...]:
+        """Chunks of the other model that the plan needs, in prompt order, without repeats."""
+        return tuple(dict.fromkeys(s.key for s in self.segments if s.key is not None and s.kind == "transferred"))
 
 
 def make_plan(
@@ -92,6 +99,7 @@ def make_plan(
     headers: Mapping[str, ChunkHeader] | None = None,
     served: Hit | None = None,
     *,
+    transferred: Sequence[Hit] = (),
     lossy: bool = False,
 ) -> Plan:
     """Tile a prompt with hits; whatever no hit covers, and always the last token, is computed.
@@ -100,8 +108,9 @@ def make_plan(
         prompt_tokens: length of the prompt, at least 1.
         exact: hits that tile ``[0, e)``.
         approximate: hits behind these, ascending, not overlapping.
-        headers: of all approximate hits.
+        headers: of all approximate and transferred hits.
         served: hit from e on that is not repaired again.
+        transferred: hits on chunks of another model, where no other hit is.
         lossy: whether chunks lost something when they were stored, so that no hit is exact.
     """
     last = prompt_tokens - 1
@@ -115,22 +124,50 @@ def make_plan(
     if served is not None and served.start < last:
         end = min(served.end, last)
         segments.append(Segment("approximate", served.start, end, served.key, served.offset, settled=True))
-    for hit in approximate:
+    changed: list[tuple[Hit, Kind]] = [(hit, "approximate") for hit in approximate]
+    changed += [(hit, "transferred") for hit in transferred]
+    for hit, kind in sorted(changed, key=lambda pair: pair[0].start):
         if hit.start >= last:
             continue
         header = (headers or {})[hit.key]
         delta = hit.start - (header.base + hit.offset)
         _fill(segments, hit.start)
-        segments.append(Segment("approximate", hit.start, min(hit.end, last), hit.key, hit.offset, delta))
+        segments.append(Segment(kind, hit.start, min(hit.end, last), hit.key, hit.offset, delta))
     _fill(segments, prompt_tokens)
     return Plan(prompt_tokens, tuple(segments), _runs(segments, headers or {}))
 
 
 def without_approximate(plan: Plan) -> Plan:
-    """The same plan with approximate segments computed: exact, what a full prefill gives."""
+    """The same plan with changed segments computed: exact, what a full prefill gives."""
     segments: list[Segment] = [s for s in plan.segments if s.kind == "exact"]
     _fill(segments, plan.prompt_tokens)
     return Plan(plan.prompt_tokens, tuple(segments))
+
+
+def outside(hits: Sequence[Hit], taken: Sequence[Hit]) -> tuple[Hit, ...]:
+    """What of some hits no other hit covers, in pieces of at least an anchor.
+
+    Args:
+        hits: ascending, not overlapping.
+        taken: likewise.
+    """
+    pieces = []
+    for start, end in gaps(max((hit.end for hit in hits), default=0), taken):
+        for hit in hits:
+            a, b = max(hit.start, start), min(hit.end, end)
+            if b - a >= ANCHOR_TOKENS:
+                pieces.append(Hit(a, b - a, hit.key, hit.offset + a - hit.start))
+    return tuple(pieces)
+
+
+def gaps(n: int, taken: Sequence[Hit]) -> tuple[tuple[int, int], ...]:
+    """Stretches of ``n`` positions that no hit covers."""
+    found, at = [], 0
+    for start, end in [*((hit.start, hit.end) for hit in sorted(taken, key=lambda hit: hit.start)), (n, n)]:
+        if start > at:
+            found.append((at, min(start, n)))
+        at = max(at, end)
+    return tuple(found)
 
 
 def _fill(segments: list[Segment], end: int) -> None:
@@ -143,19 +180,21 @@ def _runs(segments: Sequence[Segment], headers: Mapping[str, ChunkHeader]) -> tu
     runs: list[Run] = []
     before: Segment | None = None
     for segment in segments:
-        repairable = segment.kind == "approximate" and not segment.settled
+        repairable = segment.kind in _CHANGED and not segment.settled
         if repairable:
             if before is not None and _continues(before, segment, headers):
-                runs[-1] = Run(runs[-1].start, segment.end, runs[-1].mean)
+                runs[-1] = replace(runs[-1], end=segment.end)
             else:
-                runs.append(Run(segment.start, segment.end, headers[segment.key or ""].mean))
+                mapped = segment.kind == "transferred"
+                mean = not mapped and headers[segment.key or ""].mean
+                runs.append(Run(segment.start, segment.end, mean=mean, mapped=mapped))
         before = segment if repairable else None
     return tuple(runs)
 
 
 def _continues(a: Segment, b: Segment, headers: Mapping[str, ChunkHeader]) -> bool:
     """Whether b's KV was computed right behind a's, behind the same ids: then no seam lies between them."""
-    if a.end != b.start or a.delta != b.delta or a.key is None or b.key is None:
+    if (a.kind, a.end, a.delta) != (b.kind, b.start, b.delta) or a.key is None or b.key is None:
         return False
     first, second = headers[a.key], headers[b.key]
     before = b.start - b.delta

@@ -136,6 +136,12 @@ class PromptEncoder:
         same = next((i for i, (a, b) in enumerate(zip(alone, joint, strict=False)) if a != b), None)
         return as_ids(joint), min(len(alone), len(joint)) if same is None else same
 
+    def encode_documents(self, context: str, texts: Sequence[str]) -> tuple[IntArray, list[IntArray]]:
+        """Ids of a context, and of each document behind it. Tokens that merge over the border are the document's."""
+        encoded = [self.encode_after(context, text) for text in texts]
+        shortest, common = min(encoded or [self.encode_after(context, "")], key=lambda pair: pair[1])
+        return shortest[:common], [ids[common:] for ids, _ in encoded]
+
     def piece(self, token: int) -> str:
         """Text of one token, with the space in front of it if it has one; for `chunking.BreakFinder`."""
         return self._need_codec().piece(token)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +20,9 @@ from .draws import draws_of
 from .generating import Generator
 from .hf import generation_settings, stop_strings
 from .keeping import Keeper
-from .kv import Cancelled
-from .library import Library
-from .planner import Plan, make_plan, without_approximate
+from .kv import Cancelled, StoredRun
+from .library import Library, Match
+from .planner import Plan, gaps, make_plan, without_approximate
 from .prefill import Executed, Executor
 from .repair import Recipe
 from .request import Request
@@ -31,6 +30,7 @@ from .runner import ModelRunner
 from .scheduler import Turn
 from .sharing import OnTheWay, Sharing
 from .stats import Fallback, FinishReason, Generation, Prefill, Timing, Usage
+from .transfer.bridge import Bridge
 
 WORTH = 0.7  # an approximation must be predicted to take less than this share of an exact prefill
 REPLANS = 3  # chunks may be evicted between lookup and pin; after so many tries the prompt is simply computed
@@ -73,6 +73,7 @@ class Served:
             prompt_tokens=self.plan.prompt_tokens,
             exact_tokens=self.plan.tokens("exact"),
             approximate_tokens=self.plan.tokens("approximate"),
+            transferred_tokens=self.plan.tokens("transferred"),
             repaired_tokens=len(self.executed.repaired),
             computed_tokens=math.ceil(self.executed.charged - 1e-6),
             completion_tokens=completion_tokens,
@@ -86,6 +87,7 @@ class Served:
             tokenize_s=request.tokenize_s,
             lookup_s=self.lookup_s,
             load_s=self.fetch_s + self.executed.load_s,
+            transfer_s=self.executed.transfer_s,
             prefill_s=self.prefill_s,
             model_s=self.executed.model_s,
             store_s=store_s,
@@ -109,11 +111,13 @@ class Serving:
         recipe: Recipe,
         costs: CostModel | None,
         lossy: bool = False,
+        bridge: Bridge | None = None,
     ) -> None:
         self._runner, self._executor, self._library, self._keeper = runner, executor, library, keeper
         self._tokenizer, self._config, self.recipe, self.costs = tokenizer, config, recipe, costs
         self._generator, self._sharing = Generator(runner), Sharing()
         self._lossy = lossy  # whether chunks lose something when they are stored
+        self._bridge = bridge
 
     def prefill(self, request: Request) -> tuple[Prefill, Served]:
         """Fill a cache with the prompt, and keep what is new.
@@ -151,11 +155,11 @@ class Serving:
         recipe = self.recipe  # another may be set while this request runs
         for _ in range(REPLANS):
             plan, reason, new = self._plan(request, recipe)
-            while way is not None and self._sharing.wait(way, new, prefix=_leading(plan), cancel=request.cancel):
+            while way is not None and self._sharing.wait(way, new, prefix=plan.exact_end, cancel=request.cancel):
                 begun = time.perf_counter()  # what it waited for others is no lookup
                 plan, reason, new = self._plan(request, recipe)
             planned = time.perf_counter()
-            with self._library.pin(plan.keys) as chunks:
+            with self._pinned(plan) as chunks:
                 if chunks is None:
                     continue
                 fetched = time.perf_counter()
@@ -173,6 +177,16 @@ class Serving:
         prefill_s = time.perf_counter() - fetched - executed.load_s - waited_s
         times = (queue_s, planned - begun, prefill_s, fetched - planned)
         return Served(plan, executed, reason, new, recipe, *times)
+
+    @contextmanager
+    def _pinned(self, plan: Plan) -> Iterator[Mapping[str, StoredRun] | None]:
+        """KV of every chunk of a plan; None if any of them is gone by now."""
+        with self._library.pin(plan.keys) as chunks:
+            if chunks is None or self._bridge is None or not plan.transferred_keys:
+                yield chunks
+                return
+            with self._bridge.pin(plan.transferred_keys) as mapped:
+                yield None if mapped is None else {**chunks, **mapped}
 
     def answer(self, request: Request, on_delta: Callable[[str, tuple[int, ...]], None]) -> tuple[Generation, Served]:
         """Fill the cache and continue the prompt.
@@ -220,7 +234,7 @@ class Serving:
         n = len(request.ids)
         kv = served.executed.kv
         pure = served.plan.pure_until == n
-        if not pure:
+        if not pure and not served.plan.transferred_keys:  # what was mapped is not kept, in no form
             self._keep_served(request, served, answer)
         if not served.new:
             return
@@ -272,16 +286,26 @@ class Serving:
         # Text already stored is looked up even when this call may not use it, so that it is not stored again.
         moves, token_s = self._config.reuse == "approximate", self.costs.token_s if self.costs else None
         match = self._library.match(request.scope, request.ids, approximate=moves, token_s=token_s)
-        new = _gaps(n, [(hit.start, hit.end) for hit in match.hits])
         # What cannot be repaired has no place in a prompt that is to equal a full prefill.
         whole = self._lossy and recipe.everything
         exact, settled = ((), None) if whole else (match.exact, match.served)
-        full = make_plan(n, exact, match.approximate, match.headers, settled, lossy=self._lossy)
+        mapped = self._mapped(request, match, token_s)
+        headers = {**match.headers, **mapped.headers}
+        full = make_plan(
+            n, exact, match.approximate, headers, settled, transferred=mapped.approximate, lossy=self._lossy
+        )
         if request.reuse == "exact":
             lost = self._no_exact if self._lossy and match.exact else None
-            return without_approximate(full), request.narrowed or lost, new
-        too_dear = self._fallback(full, recipe) if full.runs else None
-        return (full if too_dear is None else without_approximate(full)), too_dear, new
+            return without_approximate(full), request.narrowed or lost, gaps(n, match.hits)
+        if full.runs and (too_dear := self._fallback(full, recipe)) is not None:
+            return without_approximate(full), too_dear, gaps(n, match.hits)
+        return full, None, gaps(n, (*match.hits, *mapped.approximate))
+
+    def _mapped(self, request: Request, match: Match, token_s: float | None) -> Match:
+        """What another model has read of the rest of a prompt."""
+        if self._bridge is None or request.reuse != "approximate":
+            return Match((), None, (), {})
+        return self._bridge.match(request.scope, request.ids, match.hits, token_s=token_s)
 
     @property
     def _no_exact(self) -> Fallback:
@@ -291,6 +315,8 @@ class Serving:
         if self.costs is None or not self._config.fallback:
             return None
         reuse = self.costs.reuse(plan, recipe) + self._library.loading_s(plan.keys)
+        if self._bridge is not None:
+            reuse += self._bridge.seconds(plan)
         compute = self.costs.compute(plan) + self._library.loading_s(without_approximate(plan).keys)
         if reuse < WORTH * compute:
             return None
@@ -299,8 +325,7 @@ class Serving:
         )
 
     def _execute(self, request: Request, plan: Plan, chunks: Any, room: int, recipe: Recipe) -> tuple[Executed, float]:
-        share = recipe.ratio if plan.runs else 0.0
-        turn = Turn(plan.tokens("compute") + share * plan.tokens("approximate"), request.cancel)
+        turn = Turn(plan.tokens("compute") + sum(map(len, plan.runs)) * recipe.ratio, request.cancel)
         with self._runner.scheduler.turn(turn):
             executed = self._executor.run(request.ids, plan, chunks, recipe, room=room, cancelled=request.cancel.is_set)
         # The passes were timed from outside; what they waited for others is no work of theirs.
@@ -359,18 +384,3 @@ class Serving:
             timing=timing,
             fallback_reason=served.fallback_reason,
         )
-
-
-def _leading(plan: Plan) -> int:
-    """Tokens from the start on that are exact hits."""
-    leading = itertools.takewhile(lambda segment: segment.kind == "exact", plan.segments)
-    return sum(map(len, leading))
-
-
-def _gaps(n: int, covered: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    gaps, at = [], 0
-    for start, end in [*covered, (n, n)]:
-        if start > at:
-            gaps.append((at, start))
-        at = max(at, end)
-    return tuple(gaps)

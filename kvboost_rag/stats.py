@@ -37,10 +37,11 @@ class Usage:
     """Tokens of one request.
 
     Attributes:
-        prompt_tokens: exact + approximate + new tokens.
+        prompt_tokens: exact + approximate + transferred + new tokens.
         exact_tokens: served with the KV a full prefill would give.
         approximate_tokens: served with moved KV, before repair, or with KV that lost bits in the store.
-        repaired_tokens: approximate tokens that were recomputed in the new context.
+        transferred_tokens: served with KV that was mapped from another model's, before repair.
+        repaired_tokens: approximate and transferred tokens that were recomputed in the new context.
         computed_tokens: every token that ran before the first answer token, each pass charged by its share of
             the layers, rounded up.
         completion_tokens: tokens generated.
@@ -50,6 +51,7 @@ class Usage:
     prompt_tokens: int
     exact_tokens: int = 0
     approximate_tokens: int = 0
+    transferred_tokens: int = 0
     repaired_tokens: int = 0
     computed_tokens: int = 0
     completion_tokens: int = 0
@@ -58,12 +60,17 @@ class Usage:
     @property
     def new_tokens(self) -> int:
         """Prompt tokens that no stored chunk held."""
-        return self.prompt_tokens - self.exact_tokens - self.approximate_tokens
+        return self.prompt_tokens - self.read_tokens
+
+    @property
+    def changed_tokens(self) -> int:
+        """Prompt tokens with KV that a full prefill would not give: approximate and transferred."""
+        return self.approximate_tokens + self.transferred_tokens
 
     @property
     def read_tokens(self) -> int:
-        """Prompt tokens that were read from the store."""
-        return self.exact_tokens + self.approximate_tokens
+        """Prompt tokens that were read from a store."""
+        return self.exact_tokens + self.changed_tokens
 
     @property
     def written_tokens(self) -> int:
@@ -79,7 +86,8 @@ class Timing:
         queue_s: waiting for other requests of this engine.
         tokenize_s: rendering and tokenising the prompt.
         lookup_s: matching against the index and planning.
-        load_s: fetching, moving and placing chunks.
+        load_s: fetching, moving and placing chunks, `transfer_s` included.
+        transfer_s: mapping the KV of another model.
         prefill_s: all forward passes before the first token.
         model_s: the part of `prefill_s` inside the model's forward.
         store_s: keeping new chunks; not part of `ttft_s`, it happens after the first token is known.
@@ -91,6 +99,7 @@ class Timing:
     tokenize_s: float = 0.0
     lookup_s: float = 0.0
     load_s: float = 0.0
+    transfer_s: float = 0.0
     prefill_s: float = 0.0
     model_s: float = 0.0
     store_s: float = 0.0
@@ -270,8 +279,8 @@ class EngineStats:
 
     Attributes:
         requests: finished prefills.
-        prompt_tokens, exact_tokens, approximate_tokens, repaired_tokens, computed_tokens, completion_tokens,
-            stored_tokens: sums of usage.
+        prompt_tokens, exact_tokens, approximate_tokens, transferred_tokens, repaired_tokens, computed_tokens,
+            completion_tokens, stored_tokens: sums of usage.
         fallbacks: requests by kind of fallback, see `Fallback`.
         warmed_documents, warmed_tokens, warm_s: what `warm` computed and stored, and the seconds of its calls.
         chunks, stored_bytes, budget_bytes, pinned_bytes: state of the RAM store.
@@ -284,6 +293,7 @@ class EngineStats:
     prompt_tokens: int = 0
     exact_tokens: int = 0
     approximate_tokens: int = 0
+    transferred_tokens: int = 0
     repaired_tokens: int = 0
     computed_tokens: int = 0
     completion_tokens: int = 0

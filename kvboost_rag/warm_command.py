@@ -19,7 +19,7 @@ from .stats import WarmReport
 from .store_command import bytes_of, text_of
 
 PATTERNS = ("*.txt", "*.md", "*.rst")
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 _BITS = {"16": 16, "8": 8, "4": 4, "8/4": "8/4"}
 
 
@@ -63,9 +63,9 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     if options.batch < 1:
         raise ConfigError(f"--batch is {options.batch}; it must be 1 or more")
-    if options.dtype not in _DTYPES:
-        raise ConfigError(f"--dtype is {options.dtype!r}; choose one of {', '.join(_DTYPES)}")
-    paths = list(_documents(options.folder, options.glob or PATTERNS))
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"--dtype is {options.dtype!r}; choose one of {', '.join(DTYPES)}")
+    paths = list(documents_in(options.folder, options.glob or PATTERNS))
     if not paths:
         patterns = ", ".join(options.glob or PATTERNS)
         raise ConfigError(f"{options.folder} holds no file like {patterns}; name others with --glob")
@@ -118,7 +118,8 @@ def _report(
         print(f"not stored: {line}", file=sys.stderr)
 
 
-def _documents(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
+def documents_in(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
+    """Text files of a folder, or the one file."""
     if folder.is_file():
         yield folder
     elif not folder.is_dir():

@@ -14,6 +14,7 @@ def reuse_of(generation: Generation) -> dict[str, Any]:
         "fallback_reason": generation.fallback_reason,
         "exact_tokens": usage.exact_tokens,
         "approximate_tokens": usage.approximate_tokens,
+        "transferred_tokens": usage.transferred_tokens,
         "repaired_tokens": usage.repaired_tokens,
         "computed_tokens": usage.computed_tokens,
         "ttft_s": generation.timing.ttft_s,

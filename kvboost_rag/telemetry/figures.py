@@ -9,7 +9,7 @@ from ..observing import RequestRecord
 Stage = Literal["tokenize", "queue", "lookup", "load", "prefill", "decode", "store"]
 STAGES: tuple[Stage, ...] = get_args(Stage)  # in the order in which they come
 
-Hit = Literal["approximate", "exact", "none"]
+Hit = Literal["transferred", "approximate", "exact", "none"]
 HITS: tuple[Hit, ...] = get_args(Hit)
 
 
@@ -44,7 +44,9 @@ def has_ttft(record: RequestRecord) -> bool:
 
 
 def hit_of(record: RequestRecord) -> Hit:
-    """The best word for what a prompt found: "approximate" if anything was moved, else "exact", else "none"."""
+    """The word for what a prompt found: the first of "transferred", "approximate" and "exact" that it had any of."""
+    if record.usage.transferred_tokens:
+        return "transferred"
     if record.usage.approximate_tokens:
         return "approximate"
     return "exact" if record.usage.exact_tokens else "none"

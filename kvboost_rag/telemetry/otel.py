@@ -172,9 +172,11 @@ def _got(record: RequestRecord) -> dict[str, AttributeValue]:
         "gen_ai.usage.cache_creation.input_tokens": usage.written_tokens,  # its name up to conventions 1.42
         "kvboost.exact_tokens": usage.exact_tokens,
         "kvboost.approximate_tokens": usage.approximate_tokens,
+        "kvboost.transferred_tokens": usage.transferred_tokens,
         "kvboost.repaired_tokens": usage.repaired_tokens,
         "kvboost.computed_tokens": usage.computed_tokens,
         "kvboost.exact_hits": record.exact_hits,
         "kvboost.approximate_hits": record.approximate_hits,
+        "kvboost.transferred_hits": record.transferred_hits,
         "kvboost.misses": record.misses,
     }

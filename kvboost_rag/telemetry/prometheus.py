@@ -32,8 +32,8 @@ except ModuleNotFoundError as error:
 
 # From a warm prompt on a GPU to a cold one of thousands of tokens on a laptop.
 BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
-HIT_KINDS = ("exact", "approximate", "miss")
-TOKEN_KINDS = ("exact", "approximate", "new")
+HIT_KINDS = ("exact", "approximate", "transferred", "miss")
+TOKEN_KINDS = ("exact", "approximate", "transferred", "new")
 
 
 class EngineCollector(Collector):
@@ -206,10 +206,10 @@ class _Requests:
 
     def _add_tokens(self, name: str, record: RequestRecord) -> None:
         usage = record.usage
-        hits = (record.exact_hits, record.approximate_hits, record.misses)
+        hits = (record.exact_hits, record.approximate_hits, record.transferred_hits, record.misses)
         for kind, count in zip(HIT_KINDS, hits, strict=True):
             self.hits.labels(name, kind).inc(count)
-        tokens = (usage.exact_tokens, usage.approximate_tokens, usage.new_tokens)
+        tokens = (usage.exact_tokens, usage.approximate_tokens, usage.transferred_tokens, usage.new_tokens)
         for kind, count in zip(TOKEN_KINDS, tokens, strict=True):
             self.prompt.labels(name, kind).inc(count)
         self.repaired.labels(name).inc(usage.repaired_tokens)
