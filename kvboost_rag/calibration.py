@@ -35,6 +35,7 @@ LIMIT_S = 60.0  # a model for which the calibration would take longer at load ge
 CANDIDATES = tuple((selector, offset) for selector in ("query", "deviation") for offset in (0.5, 0.0))
 DEFAULT = CANDIDATES[0]  # as near as deviation over the answer, and nearer at its first token (docs/accuracy.md)
 _RATIO, _MEAN_RATIO = 0.05, 0.03  # of what was met once, and of what was warmed in several orders
+_MAPPED_RATIO = 0.2  # of what was mapped from another model
 MARGIN = 0.75  # two prompts are a small sample: the default stays unless another is clearly better
 _VERSION = 3
 
@@ -62,6 +63,7 @@ def recipe_of(config: EngineConfig) -> Recipe:
         selector=selector if config.selector == "auto" else config.selector,
         ratio=_RATIO if config.repair_ratio is None else config.repair_ratio,
         mean_ratio=_MEAN_RATIO if config.repair_ratio is None else None,
+        mapped_ratio=_MAPPED_RATIO if config.repair_ratio is None else None,
         least_tokens=config.repair_least_tokens,
         whole_behind=config.repair_whole_passages,
         floor_tokens=config.floor_tokens,

@@ -36,11 +36,12 @@ class EngineConfig:
         selector: how "cacheblend" chooses tokens; "auto" uses what the calibration at load found best.
         repair_ratio: share of the approximate tokens that "cacheblend" recomputes beyond `floor_tokens`, 0..1. At 1
             everything is recomputed, which equals a full prefill. None is 0.05, but 0.03 for documents that were warmed
-            in several orders; of those, it is first tokens, half of them the first document's (docs/accuracy.md).
+            in several orders; of those, it is first tokens, half of them the first document's (docs/accuracy.md). Of KV
+            that was mapped from another model it is 0.2.
         repair_least_tokens: least tokens of each moved run of fewer than 100 that "cacheblend" recomputes beyond the
             floor, whatever the ratio; a share of a short passage is too little to bind what it says.
         repair_whole_passages: so many moved runs of fewer than 100 tokens "query" recomputes whole, whatever the ratio:
-            those right behind what the question attends to most, since a short passage may lean on the one before it
+            those right behind what the question is about, since a short passage may lean on the one before it
             (docs/accuracy.md).
         floor_tokens: first tokens of each moved run that are always recomputed.
         window_tokens: width of the seam window of "selective".

@@ -136,6 +136,7 @@ class _Request:
             executor.cuts
             and self.probe == "query"
             and not recipe.rerun
+            and not any(run.mapped for run in plan.runs)  # so far off that what saw it unrepaired must run again
             and self.band.stop < depth
             and len(self.new) <= MOST_JOINING
         )
