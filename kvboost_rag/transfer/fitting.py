@@ -85,7 +85,8 @@ def fit(
                 chosen.append(layers)
                 shares.setdefault(kind, []).append(round(share, 4))
                 bar.update()
-            maps[kind] = solve(fitted, kind, chosen, strength=options.strength)
+            dtype = target.executor.runner.spec.dtype
+            maps[kind] = solve(fitted, kind, chosen, strength=options.strength, dtype=dtype)
     about = {
         **asdict(options),
         "text": texts.digest,
@@ -93,9 +94,9 @@ def fit(
         "explained": shares,
         "fit_s": round(seconds_before + time.perf_counter() - started, 1),
     }
-    return TransferMap(
-        source.side, target.side, source.rope, maps["keys"], maps["values"], options.all_heads, about=about
-    )
+    centre = fitted.x_mean.float().view(-1, source.side.layers, fitted.shape.inputs)
+    both = (maps["keys"], maps["values"])
+    return TransferMap(source.side, target.side, source.rope, *both, centre, options.all_heads, about=about)
 
 
 def shape_of(source: Reader, target: Reader, options: FitOptions) -> Shape:

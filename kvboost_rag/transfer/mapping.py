@@ -55,7 +55,7 @@ class Affine:
 
     Attributes:
         layers: source layers that each target layer is mapped from, int64 ``(target_layers, n)``.
-        weight: float32 ``(target_layers, target_heads, inputs, dim)``.
+        weight: for inputs less their mean, ``(target_layers, target_heads, inputs, dim)``, in the dtype of the models.
         bias: float32 ``(target_layers, target_heads, dim)``.
     """
 
@@ -76,6 +76,8 @@ class TransferMap:
         source, target: the two models.
         rope: rotation of the source's keys.
         keys, values: the maps.
+        centre: means of the inputs, float32 ``(kv_heads, layers, inputs of a layer)``; with `all_heads` the first is 1.
+            Taken off before anything is rounded: some keys are large numbers that hardly differ.
         all_heads: whether inputs are all KV heads of a source layer, or the one that stands where the target's does.
         figures: what the gate measured on held-out text, see `gate`.
         refused: why the map must not be used; None if it passed.
@@ -87,6 +89,7 @@ class TransferMap:
     rope: Rope
     keys: Affine
     values: Affine
+    centre: torch.Tensor
     all_heads: bool
     figures: Mapping[str, Any] = field(default_factory=dict)
     refused: str | None = None
@@ -104,7 +107,7 @@ class TransferMap:
 
     def to(self, device: torch.device) -> TransferMap:
         """The same map on another device."""
-        return replace(self, keys=self.keys.to(device), values=self.values.to(device))
+        return replace(self, keys=self.keys.to(device), values=self.values.to(device), centre=self.centre.to(device))
 
     def apply(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """KV of the target.
@@ -117,15 +120,19 @@ class TransferMap:
             Keys without rotation and values of the target, float32, likewise.
         """
         heads = head_of(self.source.kv_heads, self.target.kv_heads, all_heads=self.all_heads)
-        return tuple(  # type: ignore[return-value]
-            torch.stack(
-                [
-                    torch.baddbmm(affine.bias[at][:, None], inputs(keys, values, layers, self.all_heads)[heads], weight)
-                    for at, (layers, weight) in enumerate(zip(affine.layers.tolist(), affine.weight, strict=True))
-                ]
-            )
-            for affine in (self.keys, self.values)
-        )
+        read: dict[tuple[int, ...], torch.Tensor] = {}  # neighbours among the target's layers often share their inputs
+        out = (list[torch.Tensor](), list[torch.Tensor]())
+        for at in range(self.target.layers):
+            wanted = {tuple(affine.layers[at].tolist()) for affine in (self.keys, self.values)}
+            read = {layers: read[layers] if layers in read else self._read(keys, values, layers) for layers in wanted}
+            for affine, made in zip((self.keys, self.values), out, strict=True):
+                x = read[tuple(affine.layers[at].tolist())][heads]
+                made.append(torch.bmm(x, affine.weight[at]).float() + affine.bias[at][:, None])
+        return torch.stack(out[0]), torch.stack(out[1])
+
+    def _read(self, keys: torch.Tensor, values: torch.Tensor, layers: tuple[int, ...]) -> torch.Tensor:
+        centre = self.centre[:, list(layers)].flatten(1)[:, None]
+        return (inputs(keys, values, list(layers), self.all_heads) - centre).to(self.keys.weight.dtype)
 
     def save(self, path: Path) -> None:
         """Write the map to a file, which appears whole or not at all."""
@@ -134,6 +141,7 @@ class TransferMap:
             for name in ("keys", "values")
             for part in ("layers", "weight", "bias")
         }
+        tensors["centre"] = self.centre.cpu().contiguous()
         tensors |= {f"rope.{i}": group.inv_freq.cpu().contiguous() for i, group in enumerate(self.rope.groups)}
         if (bias := self.rope.key_bias) is not None:
             tensors["rope.key_bias"] = bias.cpu().contiguous()
@@ -216,7 +224,7 @@ def _from(about: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Tran
     )
     rope = Rope(groups, source.layers, None if bias is None else lambda: bias)
     given = (about["all_heads"], about["figures"], about["refused"], about["about"])
-    return TransferMap(source, target, rope, keys, values, *given)
+    return TransferMap(source, target, rope, keys, values, tensors["centre"], *given)
 
 
 def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:

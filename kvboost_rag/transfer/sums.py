@@ -7,7 +7,7 @@ layers: choosing some is taking their rows and columns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -106,7 +106,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Centred:
-    """Means, and sums of products of what differs from them; float64."""
+    """Means of inputs ``(groups, layers · inputs)`` and outputs, and sums of products of what differs; float64."""
 
     shape: Shape
     x_mean: torch.Tensor
@@ -114,6 +114,7 @@ class Centred:
     xx: torch.Tensor
     xy: torch.Tensor
     yy: torch.Tensor
+    _factors: dict[tuple[int, tuple[int, ...], float], torch.Tensor] = field(default_factory=dict)
 
     def part(self, kind: Kind, layer: int, head: int, sources: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Products for one head of one layer from some source layers: ``(xx, xy, yy)``."""
@@ -121,21 +122,28 @@ class Centred:
         xx = self.xx[self.shape.group_of[head]][rows][:, rows]
         return xx, self.xy[head][rows, columns], self.yy[head, columns]
 
-    def means(self, kind: Kind, layer: int, head: int, sources: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Means of the inputs and outputs."""
-        group = self.shape.group_of[head]
-        return self.x_mean[group][self._rows(sources)], self.y_mean[head, self.shape.columns(kind, layer)]
+    def ridge(self, kind: Kind, layer: int, head: int, sources: Sequence[int], strength: float) -> torch.Tensor:
+        """Weights ``(inputs, outputs)`` of the least squares with a penalty of ``strength`` mean variances on each."""
+        rows, columns = self._rows(sources), self.shape.columns(kind, layer)
+        factor = self._factor(self.shape.group_of[head], tuple(sources), strength)
+        return torch.cholesky_solve(self.xy[head][rows, columns], factor)
+
+    def _factor(self, group: int, sources: tuple[int, ...], strength: float) -> torch.Tensor:
+        """Cholesky factor of the inputs' products with the penalty; the last are kept, for many outputs share one."""
+        key = (group, sources, strength)
+        if key not in self._factors:
+            if len(self._factors) >= max(2, self.shape.groups):
+                del self._factors[next(iter(self._factors))]
+            rows = self._rows(sources)
+            xx = self.xx[group][rows][:, rows]
+            penalty = strength * float(xx.diagonal().mean()) + 1e-12
+            xx.diagonal().add_(penalty)
+            self._factors[key] = torch.linalg.cholesky(xx)
+        return self._factors[key]
 
     def _rows(self, sources: Sequence[int]) -> torch.Tensor:
         width = self.shape.inputs
         return torch.cat([torch.arange(s * width, (s + 1) * width) for s in sources])
-
-
-def ridge(xx: torch.Tensor, xy: torch.Tensor, strength: float) -> torch.Tensor:
-    """Weights ``(inputs, outputs)`` of the least squares with a penalty of ``strength`` mean variances on each."""
-    penalty = strength * float(xx.diagonal().mean()) + 1e-12
-    weights: torch.Tensor = torch.linalg.solve(xx + penalty * torch.eye(len(xx), dtype=xx.dtype), xy)
-    return weights
 
 
 def explained(weights: torch.Tensor, xx: torch.Tensor, xy: torch.Tensor, yy: torch.Tensor) -> tuple[float, float]:
@@ -164,9 +172,11 @@ def choose_layers(
     shape = fitted.shape
     same = layer * (shape.layers - 1) / max(shape.target_layers - 1, 1)
     near = sorted(range(shape.layers), key=lambda other: abs(other - same))[: max(2 * reach + 1, count)]
+    if len(near) <= count:
+        return sorted(near), _share(fitted, held, kind, layer, sorted(near), strength)
     chosen: list[int] = []
     best = 0.0
-    while len(chosen) < min(count, len(near)):
+    while len(chosen) < count:
         tried: Mapping[int, float] = {
             other: _share(fitted, held, kind, layer, sorted([*chosen, other]), strength)
             for other in near
@@ -180,27 +190,23 @@ def choose_layers(
 def _share(fitted: Centred, held: Centred, kind: Kind, layer: int, sources: list[int], strength: float) -> float:
     left = total = 0.0
     for head in range(fitted.shape.target_heads):
-        xx, xy, _ = fitted.part(kind, layer, head, sources)
-        error, variance = explained(ridge(xx, xy, strength), *held.part(kind, layer, head, sources))
+        weights = fitted.ridge(kind, layer, head, sources, strength)
+        error, variance = explained(weights, *held.part(kind, layer, head, sources))
         left, total = left + error, total + variance
     return 1 - left / max(total, 1e-30)
 
 
-def solve(fitted: Centred, kind: Kind, layers: Sequence[Sequence[int]], *, strength: float) -> Affine:
-    """The maps of all layers and heads, from the chosen source layers."""
+def solve(
+    fitted: Centred, kind: Kind, layers: Sequence[Sequence[int]], *, strength: float, dtype: torch.dtype
+) -> Affine:
+    """The maps of all layers and heads, from the chosen source layers, with weights of a dtype."""
     shape = fitted.shape
     weights, biases = [], []
     for layer, sources in enumerate(layers):
         for head in range(shape.target_heads):
-            xx, xy, _ = fitted.part(kind, layer, head, sources)
-            weight = ridge(xx, xy, strength)
-            x_mean, y_mean = fitted.means(kind, layer, head, sources)
-            weights.append(weight)
-            biases.append(y_mean - x_mean @ weight)
+            weights.append(fitted.ridge(kind, layer, head, sources, strength).to(dtype))
+            biases.append(fitted.y_mean[head, shape.columns(kind, layer)].float())
     lead = (shape.target_layers, shape.target_heads)
     weight, bias = torch.stack(weights), torch.stack(biases)
-    return Affine(
-        torch.tensor([list(sources) for sources in layers]),
-        weight.view(*lead, *weight.shape[1:]).float(),
-        bias.view(*lead, -1).float(),
-    )
+    chosen = torch.tensor([list(sources) for sources in layers])
+    return Affine(chosen, weight.view(*lead, *weight.shape[1:]), bias.view(*lead, -1))
