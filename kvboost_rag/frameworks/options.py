@@ -50,6 +50,9 @@ class EngineOptions(BaseModel):
     """Configuration of the engine of `model`."""
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `Engine.from_pretrained` for `model`: revision, dtype, device, gguf_file, …"""
+    transfers: dict[str, str] = Field(default_factory=dict)
+    """Maps for KV transfer (`kvboost-rag transfer fit`), by the id or folder of the model that `on_model` names: it
+    takes over what this one has read, instead of reading it again."""
     max_retries: int = Field(default=0, ge=0)
     """How often loading `model` is tried again when a download fails; an answer itself needs no network."""
     timeout: float | None = Field(default=None, gt=0)
@@ -120,6 +123,23 @@ class EngineOptions(BaseModel):
             return self.engine
         options = self._loading()
         return shared_engine(str(self.model), self.engine_config, options=options, retries=self.max_retries)
+
+    def on_model(self, name: str) -> Self:
+        """The same settings on another model, which takes over what this one has read if `transfers` has a map to it.
+
+        Args:
+            name: hub id or folder. It is loaded as this one was, at its first use, and then shared.
+        """
+        if not isinstance(name, str):
+            raise ConfigError(f"model is a {type(name).__name__}; give a hub id or a folder, as a string")
+        if name == self.name_of_model():
+            return self
+        config = self.engine_config if self.engine is None else self.engine.config
+        changed: dict[str, Any] = {"engine": None, "model": name, "engine_config": config, "transfers": {}}
+        if name in self.transfers:
+            taking = {"transfer": self.transfers[name], "source": self.get_engine()}
+            changed["model_kwargs"] = {**self.model_kwargs, **taking}
+        return self.model_copy(update=changed)
 
     def _loading(self) -> dict[str, Any]:
         """Further arguments of `Engine.from_pretrained`."""

@@ -54,8 +54,8 @@ class ChatKVBoost(LangChainOptions, BaseChatModel):
     tokens, `ttft_s`, `finish_reason`, `fallback_reason`.
 
     Each sampling field, `namespace`, `reuse` and `timeout` may also be given per call (or with `bind`), and so may
-    `model`, which is loaded as this one was and then shared; other keywords raise. A message's `name` is given to the
-    chat template; most templates show it to nobody.
+    `model`, which is loaded as this one was and then shared (with a map in `transfers` it takes over what this one has
+    read); other keywords raise. A message's `name` is given to the chat template; most templates show it to nobody.
     """
 
     tool_format: str | None = None
@@ -285,7 +285,7 @@ class ChatKVBoost(LangChainOptions, BaseChatModel):
         check_flags(**{name: wish.get(name) for name in ("strict", "parallel_tool_calls")})
         tools = describe(wish.get("tools") or ())
         asked = ask(
-            self._of_model(call.pop("model", None)),
+            self if (other := call.pop("model", None)) is None else self.on_model(other),
             to_prompt(messages),
             format=self.tool_format,
             stop=stop,
@@ -297,15 +297,6 @@ class ChatKVBoost(LangChainOptions, BaseChatModel):
             strict=wish.get("strict"),
         )
         return _Call(asked, usage)
-
-    def _of_model(self, name: Any) -> ChatKVBoost:
-        """This model, or another one that a call names, with the same configuration and loading options."""
-        if name is None or name == self.name_of_model():
-            return self
-        if not isinstance(name, str):
-            raise ConfigError(f"model is a {type(name).__name__}; a call takes a hub id or a folder, as a string")
-        config = self.engine_config if self.engine is None else self.engine.config
-        return self.model_copy(update={"engine": None, "model": name, "engine_config": config})
 
     def _result(self, call: _Call, generation: Generation) -> ChatResult:
         reply = call.asked.reply(generation)

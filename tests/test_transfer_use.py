@@ -1,0 +1,164 @@
+"""KV transfer as users meet it: the command, killed and run again, and both frameworks."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage
+from llama_index.core.llms import ChatMessage
+from test_transfer import twin_of
+from tiny import SETTINGS, model_of, prompt_of, text, tokenizer_of
+
+from kvboost_rag import EngineConfig, TransferMap
+from kvboost_rag.cli import main
+from kvboost_rag.frameworks import release_engines
+from langchain_kvboost import ChatKVBoost
+from llama_index.llms.kvboost import KVBoost
+
+TINY = ["--sequence-tokens", "256", "--sources", "2"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Folders of two models and of text, and a map from the first to the second."""
+
+    small: Path
+    large: Path
+    texts: Path
+    map: Path
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    root = tmp_path_factory.mktemp("transfer")
+    made = Places(root / "small", root / "large", root / "texts", root / "map.safetensors")
+    for folder, model in ((made.small, model_of("qwen2")), (made.large, twin_of(model_of("qwen2")))):
+        model.save_pretrained(folder)
+        tokenizer_of().save_pretrained(folder)
+    made.texts.mkdir()
+    for seed in range(120):
+        (made.texts / f"{seed:03d}.txt").write_text(text(100 + seed, 90))
+    assert main(_fit(made, made.map)) == 0
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _released() -> Iterator[None]:
+    yield
+    release_engines()
+
+
+def _fit(places: Places, out: Path, *further: str) -> list[str]:
+    names = ["--source", str(places.small), "--target", str(places.large), "--text", str(places.texts)]
+    return ["transfer", "fit", *names, "--out", str(out), *TINY, *further]
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_a_map_is_worth(
+    places: Places, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "map.png"
+    assert main(["transfer", "show", str(places.map), "--plot", str(picture)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{places.small} → {places.large}" in shown
+    assert "| mapped + 20% repair |" in shown
+    assert shown.rstrip().endswith("accepted")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["--text", "nowhere"], "nowhere is no folder"),
+        (["--glob", "*.pdf"], "holds no file like *.pdf"),
+        (["--dtype", "int3"], "--dtype is 'int3'"),
+        (["--tokens", "0"], "--tokens is 0"),
+        (["--source", "nowhere/at-all"], "nowhere/at-all"),
+        (["--sources", "0"], "sources is 0"),
+        (["--glob", "00*.txt"], "the text is too short"),
+    ],
+)
+def test_bad_arguments(
+    places: Places, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str], said: str
+) -> None:
+    assert main(_fit(places, tmp_path / "map", *change)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_fit_goes_on(places: Places, tmp_path: Path) -> None:
+    out = tmp_path / "map"
+    partial = tmp_path / "map.partial"
+    code = (
+        "import sys; from kvboost_rag.transfer import fitting; fitting.CHECKPOINT_S = 0.0; "
+        "from kvboost_rag.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, *_fit(places, out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not partial.is_file() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert partial.is_file()
+    assert not out.exists()
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert not partial.exists()
+    again, whole = TransferMap.load(out), TransferMap.load(places.map)
+    assert again.about["text"] == whole.about["text"]
+    assert float((again.keys.weight - whole.keys.weight).abs().max()) < 1e-3
+    assert again.figures["mapped"]["kl"] == pytest.approx(whole.figures["mapped"]["kl"], rel=0.05)
+
+
+# ---- frameworks ------------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_continues_a_conversation_on_the_other_model(places: Places) -> None:
+    chat = ChatKVBoost(
+        model=str(places.small),
+        max_tokens=4,
+        engine_config=EngineConfig(**SETTINGS),
+        transfers={str(places.large): str(places.map)},
+    )
+    asked = [HumanMessage(prompt_of([text(1, 60)]))]
+    said = chat.invoke(asked)
+    answer = chat.invoke([*asked, AIMessage(said.content), HumanMessage("And which garden?")], model=str(places.large))
+    reuse = answer.response_metadata
+    assert reuse["model_name"] == str(places.large)
+    assert reuse["transferred_tokens"] > 60
+    assert answer.usage_metadata is not None
+    assert answer.usage_metadata["input_token_details"]["cache_read"] >= reuse["transferred_tokens"]
+    assert chat.bind(model=str(places.large)).invoke(asked).response_metadata["transferred_tokens"] > 60
+    assert json.loads(chat.model_dump_json())["transfers"] == {str(places.large): str(places.map)}
+    strange = chat.model_copy(update={"transfers": {}})
+    release_engines()
+    strange.invoke(asked)
+    assert strange.invoke(asked, model=str(places.large)).response_metadata["transferred_tokens"] == 0
+
+
+def test_llama_index_goes_on_with_the_other_model(places: Places) -> None:
+    llm = KVBoost(
+        model=str(places.small),
+        max_tokens=4,
+        engine_config=EngineConfig(**SETTINGS),
+        transfers={str(places.large): str(places.map)},
+    )
+    question = ChatMessage(role="user", content=prompt_of([text(1, 60)]))
+    said = llm.chat([question]).message
+    large = llm.on_model(str(places.large))
+    assert large.on_model(str(places.large)) is large
+    answer = large.chat([question, said, ChatMessage(role="user", content="And which garden?")])
+    assert answer.raw["transferred_tokens"] > 60
