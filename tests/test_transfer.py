@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import SETTINGS, kl, model_of, new_model, plain_logits, prompt_of, text, tokenizer_of
 
 from kvboost_rag import ConfigError, Engine, EngineConfig, SamplingParams, TransferError, TransferMap
 from kvboost_rag.transfer.fitting import FitOptions, fit
@@ -19,6 +18,7 @@ from kvboost_rag.transfer.gate import MAPPED, NATIVE, NOTHING, WRONG, Row, repai
 from kvboost_rag.transfer.making import make
 from kvboost_rag.transfer.models import Reader
 from kvboost_rag.transfer.texts import split
+from tests.tiny import SETTINGS, kl, model_of, new_model, plain_logits, prompt_of, text, tokenizer_of
 
 DOCUMENTS = [text(100 + seed, 90) for seed in range(120)]
 LENGTH = 256

@@ -14,14 +14,16 @@ from pathlib import Path
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage
 from llama_index.core.llms import ChatMessage
-from test_transfer import twin_of
-from tiny import SETTINGS, model_of, prompt_of, text, tokenizer_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvboost_rag import EngineConfig, TransferMap
 from kvboost_rag.cli import main
 from kvboost_rag.frameworks import release_engines
 from langchain_kvboost import ChatKVBoost
 from llama_index.llms.kvboost import KVBoost
+from tests.test_readme import run_blocks
+from tests.test_transfer import twin_of
+from tests.tiny import SETTINGS, model_of, prompt_of, text, tokenizer_of
 
 TINY = ["--sequence-tokens", "256", "--sources", "2"]
 
@@ -162,3 +164,15 @@ def test_llama_index_goes_on_with_the_other_model(places: Places) -> None:
     assert large.on_model(str(places.large)) is large
     answer = large.chat([question, said, ChatMessage(role="user", content="And which garden?")])
     assert answer.raw["transferred_tokens"] > 60
+
+
+def test_the_page_runs(places: Places, model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small, large = (AutoModelForCausalLM.from_pretrained(place) for place in (places.small, places.large))
+    names = {
+        "small_model": small, "large_model": large, "tokenizer": AutoTokenizer.from_pretrained(places.small),
+        "documents": [text(1, 60), text(2, 60)], "map_file": str(places.map),
+        "small_folder": str(places.small), "large_folder": str(places.large),
+    }  # fmt: skip
+    run_blocks(Path(__file__).resolve().parents[1] / "docs" / "transfer.md", model_path, names)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert names["answer"].usage.prompt_tokens > 0  # type: ignore[attr-defined]
