@@ -10,7 +10,7 @@ Source: RoFormer (arXiv 2104.09864) §3.2. Exact up to rounding: a move is the s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -59,6 +59,13 @@ class Rope:
         Read anew each time: adapters may change it. Moving does not need it; codecs store keys without it.
         """
         return None if self.bias_from is None else self.bias_from()
+
+    def to(self, device: torch.device) -> Rope:
+        """The same rotations on another device, with the bias of keys as it is now."""
+        groups = [replace(group, inv_freq=group.inv_freq.to(device)) for group in self.groups]
+        bias = self.key_bias
+        moved = None if bias is None else bias.to(device)
+        return Rope(groups, len(self.group_of), None if moved is None else lambda: moved)
 
     def move(self, keys: torch.Tensor, delta: int, out: torch.Tensor) -> None:
         """Write keys moved by ``delta`` positions into ``out``.

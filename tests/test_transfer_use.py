@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from langchain_core.messages import AIMessage, HumanMessage
 from llama_index.core.llms import ChatMessage
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -123,6 +124,17 @@ def test_a_killed_fit_goes_on(places: Places, tmp_path: Path) -> None:
     assert again.about["text"] == whole.about["text"]
     assert float((again.keys.weight - whole.keys.weight).abs().max()) < 1e-3
     assert again.figures["mapped"]["kl"] == pytest.approx(whole.figures["mapped"]["kl"], rel=0.05)
+
+
+def test_all_of_a_map_goes_to_another_device(places: Places) -> None:
+    mapping = TransferMap.load(places.map)
+    moved = mapping.to(torch.device("meta"))  # it stands for an accelerator: it too refuses tensors that lie elsewhere
+    keys = torch.empty(3, 2, 8, 16, device="meta")
+    assert {part.device.type for part in moved.apply(keys, keys)} == {"meta"}
+    assert {group.inv_freq.device.type for group in moved.rope.groups} == {"meta"}
+    assert moved.rope.key_bias is not None
+    assert moved.rope.key_bias.device.type == "meta"
+    assert mapping.rope.groups[0].inv_freq.device.type == "cpu"
 
 
 # ---- frameworks ------------------------------------------------------------------------------------------------------

@@ -96,7 +96,8 @@ def fit(
     }
     centre = fitted.x_mean.float().view(-1, source.side.layers, fitted.shape.inputs)
     both = (maps["keys"], maps["values"])
-    return TransferMap(source.side, target.side, source.rope, *both, centre, options.all_heads, about=about)
+    mapping = TransferMap(source.side, target.side, source.rope, *both, centre, options.all_heads, about=about)
+    return mapping.to(mapping.device)
 
 
 def shape_of(source: Reader, target: Reader, options: FitOptions) -> Shape:
@@ -125,7 +126,8 @@ def add(sums: Sums, source: Reading, target: Reading, options: FitOptions) -> No
         raise TransferError(
             "a model gives keys or values that are not finite; load it in another dtype, such as --dtype float32"
         )
-    sums.add(x, y, weights_of(target.mass, len(source.keys[0, 0]), options)[rest].to(x.device))
+    weights = weights_of(target.mass, len(source.keys[0, 0]), options)[rest]
+    sums.add(*(part.to(sums.device) for part in (x, y, weights)))
 
 
 def weights_of(mass: torch.Tensor | None, tokens: int, options: FitOptions) -> torch.Tensor:
@@ -140,8 +142,8 @@ def _read_all(
     source: Reader, target: Reader, texts: Texts, options: FitOptions, partial: Path, show: bool
 ) -> tuple[dict[str, Sums], float]:
     """Sums over all text, and the seconds that earlier runs spent on what was taken from the checkpoint."""
-    shape = shape_of(source, target, options)
-    sums = {"fit": Sums(shape), "choose": Sums(shape)}
+    shape, device = shape_of(source, target, options), target.executor.runner.spec.device
+    sums = {part: Sums(shape, device) for part in ("fit", "choose")}
     identity = _identity(source, target, texts, options)
     done, spent = _resume(partial, identity, sums)
     rows: list[tuple[str, IntArray]] = [("fit", ids) for ids in texts.fit] + [("choose", ids) for ids in texts.choose]
@@ -182,7 +184,7 @@ def _resume(path: Path, identity: str, sums: dict[str, Sums]) -> tuple[int, floa
             if metadata.get("identity") != identity:
                 return 0, 0.0
             for part, one in sums.items():
-                one.tensors = {name: file.get_tensor(f"{part}.{name}") for name in one.tensors}
+                one.tensors = {name: file.get_tensor(f"{part}.{name}").to(one.device) for name in one.tensors}
     except (SafetensorError, OSError):
         return 0, 0.0
     return int(metadata["done"]), float(metadata["seconds"])

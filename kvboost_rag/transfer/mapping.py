@@ -107,7 +107,8 @@ class TransferMap:
 
     def to(self, device: torch.device) -> TransferMap:
         """The same map on another device."""
-        return replace(self, keys=self.keys.to(device), values=self.values.to(device), centre=self.centre.to(device))
+        parts = {name: getattr(self, name).to(device) for name in ("rope", "keys", "values", "centre")}
+        return replace(self, **parts)
 
     def apply(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """KV of the target.

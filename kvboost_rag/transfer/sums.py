@@ -73,6 +73,11 @@ class Sums:
         }
         self.tensors = {name: torch.zeros(size, device=device) for name, size in sizes.items()}
 
+    @property
+    def device(self) -> torch.device:
+        """Where the sums lie."""
+        return self.tensors["weight"].device
+
     def add(self, inputs: torch.Tensor, outputs: torch.Tensor, weights: torch.Tensor) -> None:
         """Add tokens.
 
