@@ -17,14 +17,16 @@ from langchain_core.messages import AIMessage, HumanMessage
 from llama_index.core.llms import ChatMessage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvboost_rag import EngineConfig, TransferMap
+from kvboost_rag import EngineConfig, TransferError, TransferMap
+from kvboost_rag.chunks import as_ids
 from kvboost_rag.cli import main
 from kvboost_rag.frameworks import release_engines
+from kvboost_rag.transfer.texts import split
 from langchain_kvboost import ChatKVBoost
 from llama_index.llms.kvboost import KVBoost
 from tests.test_readme import run_blocks
 from tests.test_transfer import twin_of
-from tests.tiny import SETTINGS, model_of, prompt_of, text, tokenizer_of
+from tests.tiny import SETTINGS, model_of, prompt_of, random_ids, text, tokenizer_of
 
 TINY = ["--sequence-tokens", "256", "--sources", "2"]
 
@@ -124,6 +126,22 @@ def test_a_killed_fit_goes_on(places: Places, tmp_path: Path) -> None:
     assert again.about["text"] == whole.about["text"]
     assert float((again.keys.weight - whole.keys.weight).abs().max()) < 1e-3
     assert again.figures["mapped"]["kl"] == pytest.approx(whole.figures["mapped"]["kl"], rel=0.05)
+
+
+def test_no_document_is_fitted_on_and_held_out() -> None:
+    documents = [as_ids(random_ids(seed, 64)) for seed in range(40)]
+    nothing = as_ids([])
+    once = split(documents, sequence_tokens=32)
+    assert split([*documents, nothing, *documents[::-1], nothing], sequence_tokens=32).digest == once.digest
+    with pytest.raises(TransferError, match="64 tokens in 1 different documents"):
+        split(documents[:1] * 100, sequence_tokens=32)
+
+
+def test_text_that_is_cut_otherwise_is_another_text() -> None:
+    documents = [as_ids(random_ids(seed, 64)) for seed in range(40)]
+    long, short = (split(documents, sequence_tokens=tokens) for tokens in (64, 32))
+    assert long.tokens == short.tokens  # all of it in either, so a checkpoint of one must not be taken for the other
+    assert long.digest != short.digest
 
 
 def test_all_of_a_map_goes_to_another_device(places: Places) -> None:

@@ -25,7 +25,7 @@ class Texts:
         fit: maps are fitted on these.
         choose: source layers are chosen by these.
         check: the gate measures on these.
-        digest: identity of all of it.
+        digest: identity of all of it, and of how it is cut.
     """
 
     fit: tuple[IntArray, ...]
@@ -43,7 +43,7 @@ def split(documents: Sequence[IntArray], *, sequence_tokens: int, most_tokens: i
     """Sequences of whole documents, one behind another, longer ones cut.
 
     Args:
-        documents: ids of each.
+        documents: ids of each; one that is there twice counts once, or it would be fitted on and held out, too.
         sequence_tokens: length of every sequence; what is left over at the end of a part is not used.
         most_tokens: tokens to fit on; None takes all. The other parts are cut in proportion.
 
@@ -51,8 +51,9 @@ def split(documents: Sequence[IntArray], *, sequence_tokens: int, most_tokens: i
         TransferError: too little text; says how much is needed.
     """
     rows: dict[Part, list[IntArray]] = {"fit": [], "choose": [], "check": []}
+    different = {ids.tobytes(): ids for ids in documents if len(ids)}
     # By the order of their hashes, so that neither names nor folders decide what is held out.
-    ranked = sorted(documents, key=lambda ids: blake2b(ids.tobytes(), digest_size=8).digest())
+    ranked = [different[raw] for raw in sorted(different, key=lambda raw: blake2b(raw, digest_size=8).digest())]
     for number, ids in enumerate(ranked):
         rows[_OF_TEN[number % len(_OF_TEN)]].append(ids)
     cut = {part: _sequences(found, sequence_tokens) for part, found in rows.items()}
@@ -64,12 +65,15 @@ def split(documents: Sequence[IntArray], *, sequence_tokens: int, most_tokens: i
         if len(cut[part]) < least:
             share = _OF_TEN.count(part) / len(_OF_TEN)
             raise TransferError(
-                f"the text is too short: {_sum(documents)} tokens in {len(documents)} documents give {len(cut[part])} "
-                f"sequences of {sequence_tokens} tokens to {part}, {least} are needed; give about "
+                f"the text is too short: {_sum(ranked)} tokens in {len(ranked)} different documents give "
+                f"{len(cut[part])} sequences of {sequence_tokens} tokens to {part}, {least} are needed; give about "
                 f"{round(least * sequence_tokens / share)} tokens in ten documents or more (25,000 make a good map)"
             )
-    digest = blake2b(b"".join(ids.tobytes() for part in cut.values() for ids in part), digest_size=16).hexdigest()
-    return Texts(tuple(cut["fit"]), tuple(cut["choose"]), tuple(cut["check"]), digest)
+    digest = blake2b(digest_size=16)
+    for part, found in cut.items():
+        digest.update(f"{part} {len(found)} {sequence_tokens} ".encode())
+        digest.update(b"".join(ids.tobytes() for ids in found))
+    return Texts(tuple(cut["fit"]), tuple(cut["choose"]), tuple(cut["check"]), digest.hexdigest())
 
 
 def _sequences(documents: Sequence[IntArray], length: int) -> list[IntArray]:
