@@ -65,7 +65,7 @@ def recipe_of(config: EngineConfig) -> Recipe:
         mean_ratio=_MEAN_RATIO if config.repair_ratio is None else None,
         mapped_ratio=_MAPPED_RATIO if config.repair_ratio is None else None,
         least_tokens=config.repair_least_tokens,
-        whole_behind=config.repair_whole_passages,
+        whole_asked=config.repair_whole_passages,
         floor_tokens=config.floor_tokens,
         window_tokens=config.window_tokens,
         offset=offset,
@@ -161,7 +161,7 @@ class Calibrator:
             return None
         return (
             Path(folder).expanduser()
-            / f"{fingerprint}-{base.ratio:g}-{base.least_tokens}-{base.whole_behind}-{base.floor_tokens}.json"
+            / f"{fingerprint}-{base.ratio:g}-{base.least_tokens}-{base.whole_asked}-{base.floor_tokens}.json"
         )
 
 

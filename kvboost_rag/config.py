@@ -38,10 +38,10 @@ class EngineConfig:
             everything is recomputed, which equals a full prefill. None is 0.05, but 0.03 for documents that were warmed
             in several orders; of those, it is first tokens, half of them the first document's (docs/accuracy.md). Of KV
             that was mapped from another model it is 0.2.
-        repair_least_tokens: least tokens of each moved run of fewer than 100 that "cacheblend" recomputes beyond the
-            floor, whatever the ratio; a share of a short passage is too little to bind what it says.
-        repair_whole_passages: so many moved runs of fewer than 100 tokens "query" recomputes whole, whatever the ratio:
-            those right behind what the question is about, since a short passage may lean on the one before it
+        repair_least_tokens: least tokens of each moved run of fewer than 128 that "cacheblend" recomputes beyond the
+            floor, whatever the ratio.
+        repair_whole_passages: so many moved runs of fewer than 128 tokens "query" recomputes whole, whatever the ratio:
+            those that the question is about, each with the short one right behind it, which may lean on it
             (docs/accuracy.md).
         floor_tokens: first tokens of each moved run that are always recomputed.
         window_tokens: width of the seam window of "selective".
@@ -98,7 +98,7 @@ class EngineConfig:
     repair: Repair = "cacheblend"
     selector: SelectorName = "auto"
     repair_ratio: float | None = None
-    repair_least_tokens: int = 6
+    repair_least_tokens: int = 0
     repair_whole_passages: int = 1
     floor_tokens: int = 4
     window_tokens: int = 16

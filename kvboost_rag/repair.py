@@ -10,7 +10,6 @@ offset: AgentKVShift (arXiv 2607.21604). All re-implemented from their descripti
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -20,7 +19,7 @@ import numpy.typing as npt
 
 from .chunks import IntArray
 
-SHORT_TOKENS = 100  # a run of fewer is a short passage, see `Recipe.least_tokens`
+SHORT_TOKENS = 128  # a run of fewer is a short passage, see `Recipe.whole_asked`
 LEAD_TOKENS = 32  # beyond so many first tokens, being first makes no difference
 SEPARATOR_TOKENS = 16  # passages with no more than this between them are neighbours
 Positions: TypeAlias = npt.NDArray[np.int64]
@@ -64,10 +63,11 @@ class Recipe:
         lead_share: how much of what is spent on the first tokens of means goes to those that stand behind no other run:
             behind the preamble, where none was encoded; at most 32 tokens each. All others stand behind a document, as
             they did.
-        least_tokens: least tokens of each short run, of fewer than 100, to recompute beyond the floor, whatever the
-            ratio: a share of a short passage is too little to bind what it says.
-        whole_behind: how many short runs "query" recomputes whole: those right behind what the question is about. A
-            short passage that leans on the one before it ("its version is…") says of what it speaks only there.
+        least_tokens: least tokens of each short run, of fewer than 128, to recompute beyond the floor, whatever the
+            ratio.
+        whole_asked: how many short runs "query" recomputes whole because the question is about them, each with the
+            short run right behind it. Models tell like passages apart by where they stand, which moving changes; and
+            one that leans on the passage before it ("its version is…") says of what it speaks only there.
         floor_tokens: least first tokens of each run that are always recomputed.
         window_tokens: seam window of "selective".
         probe_from, probe_to: band of layers, as shares of the depth, whose attention counts for "query"; the probe
@@ -86,8 +86,8 @@ class Recipe:
     mapped_ratio: float | None = None
     mean_first: bool = True
     lead_share: float = 0.5
-    least_tokens: int = 6
-    whole_behind: int = 1
+    least_tokens: int = 0
+    whole_asked: int = 1
     floor_tokens: int = 4
     window_tokens: int = 16
     probe_from: float = 0.4
@@ -166,14 +166,15 @@ def budgets(recipe: Recipe, runs: Sequence[Run]) -> list[int]:
 
 def most_whole(recipe: Recipe, runs: Sequence[Run]) -> int:
     """The most tokens that runs which are recomputed whole can have."""
-    return sum(sorted((len(run) for _, run in _followers(recipe, runs)), reverse=True)[: recipe.whole_behind])
+    sizes = (sum(map(len, group)) for group in _groups(recipe, runs))
+    return sum(sorted(sizes, reverse=True)[: recipe.whole_asked])
 
 
 def whole_runs(recipe: Recipe, runs: Sequence[Run], scores: Scores, repeats: Scores | None = None) -> list[Run]:
-    """The short runs that are recomputed whole: those right behind the runs that the question is about.
+    """The short runs that are recomputed whole: those that the question is about, and those right behind these.
 
     Attention alone misses a third of them, and a question that uses other words than the passage repeats nothing of it;
-    so both count, each as a share of what all such runs have.
+    so both count, each as a share of what all runs have.
 
     Args:
         recipe: how many.
@@ -181,11 +182,11 @@ def whole_runs(recipe: Recipe, runs: Sequence[Run], scores: Scores, repeats: Sco
         scores: attention to each position, float32 ``(prompt,)``.
         repeats: of each run, see `repeated`; None leaves it to attention.
     """
-    pairs = _followers(recipe, runs)
-    attended = _shares([float(scores[runs[i].start : runs[i].end].sum()) for i, _ in pairs])
-    named = np.zeros(len(pairs)) if repeats is None else _shares([float(repeats[i]) for i, _ in pairs])
-    most = np.argsort(-(attended + named), kind="stable")[: recipe.whole_behind]
-    return [pairs[i][1] for i in most]
+    groups = _groups(recipe, runs)
+    attended = _shares([float(scores[run.start : run.end].sum()) for run in runs])
+    named = np.zeros(len(runs)) if repeats is None else _shares(repeats)
+    asked = np.argsort(-(attended + named), kind="stable")[: recipe.whole_asked]
+    return list(dict.fromkeys(run for i in asked for run in groups[i]))
 
 
 def repeated(ids: IntArray, runs: Sequence[Run], asking: Positions) -> Scores:
@@ -206,13 +207,21 @@ def repeated(ids: IntArray, runs: Sequence[Run], asking: Positions) -> Scores:
     return held @ (1 / np.maximum(held.sum(0), 1) ** 2)  # type: ignore[no-any-return]
 
 
-def _followers(recipe: Recipe, runs: Sequence[Run]) -> list[tuple[int, Run]]:
-    """Short runs right behind another one, each with the number of that one; only "query" tells them apart."""
-    pairs = itertools.pairwise(runs) if SELECTORS[recipe.selector].probe == "query" else ()
-    return [(i, run) for i, (one, run) in enumerate(pairs) if len(run) < SHORT_TOKENS and _neighbours(one, run)]
+def _groups(recipe: Recipe, runs: Sequence[Run]) -> list[list[Run]]:
+    """What is recomputed if the question is about a run: itself and the one right behind it, as far as they are short.
+
+    Empty for all if the recipe's selector cannot tell runs apart: only "query" can.
+    """
+    if SELECTORS[recipe.selector].probe != "query" or not recipe.whole_asked:
+        return [[] for _ in runs]
+    behind = [runs[i + 1 : i + 2] for i in range(len(runs))]
+    return [
+        [one for one in (run, *(other for other in next_one if _neighbours(run, other))) if len(one) < SHORT_TOKENS]
+        for run, next_one in zip(runs, behind, strict=True)
+    ]
 
 
-def _shares(parts: Sequence[float]) -> npt.NDArray[np.float64]:
+def _shares(parts: Sequence[float] | Scores) -> npt.NDArray[np.float64]:
     """Parts of their sum; nothing if there is none."""
     numbers = np.array(parts, np.float64)
     return numbers / max(numbers.sum(), 1e-12)  # type: ignore[no-any-return]

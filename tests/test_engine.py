@@ -209,14 +209,14 @@ def test_every_repair_recomputes_what_it_is_configured_to(repair: dict[str, Any]
 
 
 @pytest.mark.parametrize("count", [0, 1, 9])
-def test_so_many_short_passages_behind_another_are_recomputed_whole(count: int) -> None:
+def test_so_many_short_passages_are_recomputed_whole(count: int) -> None:
     engine = engine_of(selector="query", repair_ratio=0.0, repair_whole_passages=count)
     engine.warm(DOCUMENTS)
     found = engine.prefill(REORDERED)
-    behind = [len(run) for run in found.plan.runs[1:]]
-    wholes = {0: {0}, 1: set(behind), 9: {sum(behind)}}[count]
-    firsts = 4 * (len(DOCUMENTS) - min(count, len(behind)))
-    assert found.usage.repaired_tokens in {whole + firsts for whole in wholes}
+    runs = [len(run) for run in found.plan.runs]
+    pairs = [runs[i : i + 2] for i in range(len(runs))]  # one that is asked about, and the one right behind it
+    wholes = {0: [[]], 1: pairs, 9: [runs]}[count]
+    assert found.usage.repaired_tokens in {sum(whole) + 4 * (len(runs) - len(whole)) for whole in wholes}
 
 
 @every_repair

@@ -114,7 +114,7 @@ def test_pieces_of_one_document_meet_without_a_seam(chunking: str) -> None:
 
 def test_a_plan_knows_means_which_need_less_repair() -> None:
     engine = _packed()
-    engine.recipe = replace(engine.recipe, whole_behind=0)
+    engine.recipe = replace(engine.recipe, whole_asked=0)
     engine.warm(DOCUMENTS)
     known = engine.prefill(prompt_of(DOCUMENTS[::-1]))
     assert all(run.mean for run in known.plan.runs)

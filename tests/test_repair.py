@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -162,7 +163,7 @@ def test_a_probe_runs_only_where_something_is_chosen_by_it(recipe: Recipe, probe
 
 
 def test_no_probe_runs_where_all_are_means_that_need_none() -> None:
-    recipe = Recipe(ratio=0.05, mean_ratio=0.0)
+    recipe = Recipe(ratio=0.05, mean_ratio=0.0, least_tokens=6)
     assert recipe.probe([Run(0, 300, mean=True)]) is None
     assert recipe.probe([Run(0, 300, mean=True), Run(300, 330, mean=True)]) == "query"  # a short one does
 
@@ -176,8 +177,8 @@ def test_a_budget_is_a_share_of_each_run_and_never_too_little_for_a_short_one() 
     runs = [Run(0, 300), Run(400, 430), Run(500, 506)]
     assert budgets(Recipe(ratio=0.1, least_tokens=12), runs) == [30, 12, 6]
     assert budgets(Recipe(ratio=0.1, least_tokens=0), runs) == [30, 3, 1]
-    assert budgets(Recipe(ratio=0.0), runs) == [0, 6, 6]
-    assert budgets(Recipe(ratio=0.01), [Run(0, 99), Run(100, 200)]) == [6, 1]
+    assert budgets(Recipe(ratio=0.0, least_tokens=6), runs) == [0, 6, 6]
+    assert budgets(Recipe(ratio=0.01, least_tokens=6), [Run(0, 127), Run(200, 328)]) == [6, 2]
 
 
 def test_the_mean_behind_the_preamble_gets_more_of_the_first_tokens() -> None:
@@ -192,17 +193,22 @@ def test_the_mean_behind_the_preamble_gets_more_of_the_first_tokens() -> None:
     assert floors(Recipe(ratio=0.1, lead_share=0.5), met) == [4, 20, 20]
 
 
-def test_the_short_run_behind_what_is_asked_about_is_recomputed_whole() -> None:
+def test_short_runs_that_are_asked_about_and_those_behind_them_are_recomputed_whole() -> None:
     runs = [Run(10, 70), Run(72, 130), Run(132, 190), Run(260, 320), Run(322, 500)]
     scores = np.zeros(600, np.float32)
-    scores[75], scores[15], scores[300] = 0.5, 0.4, 0.9
-    assert whole_runs(Recipe(), runs, scores) == [Run(132, 190)]  # what stands behind the most attended is long
-    assert whole_runs(Recipe(whole_behind=2), runs, scores) == [Run(132, 190), Run(72, 130)]
-    assert most_whole(Recipe(whole_behind=2), runs) == 116
+    scores[75], scores[15], scores[300], scores[400] = 0.5, 0.4, 0.9, 0.1
+    assert whole_runs(Recipe(), runs, scores) == [Run(260, 320)]  # what stands behind it is long
+    assert whole_runs(Recipe(whole_asked=2), runs, scores) == [Run(260, 320), Run(72, 130), Run(132, 190)]
+    assert whole_runs(Recipe(whole_asked=3), runs, scores)[3:] == [Run(10, 70)]
+    assert most_whole(Recipe(), runs) == 118
+    assert most_whole(Recipe(whole_asked=9), runs) >= 60 + 58 + 58 + 60
+    scores[400] = 2.0  # a long one is asked about
+    assert whole_runs(Recipe(), runs, scores) == []
     recipe = Recipe(ratio=0.0, least_tokens=0)
     assert recipe.probe(runs) == "query"
-    assert set(range(132, 190)) <= set(choose(recipe, runs, scores).tolist())
-    for none in (Recipe(selector="deviation"), Recipe(whole_behind=0)):
+    scores[400] = 0.1
+    assert set(range(260, 320)) <= set(choose(recipe, runs, scores).tolist())
+    for none in (Recipe(selector="deviation"), Recipe(whole_asked=0)):
         assert whole_runs(none, runs, scores) == []
         assert most_whole(none, runs) == 0
 
@@ -217,27 +223,29 @@ def test_what_a_question_names_counts_as_much_as_what_it_attends_to() -> None:
     assert repeats.tolist() == pytest.approx([1 / 9, 1 + 1 / 9, 1 / 9, 0.0])
     scores = np.zeros(300, np.float32)
     scores[[15, 75, 135]] = 0.5, 0.2, 0.3
-    assert whole_runs(Recipe(), runs, scores) == [runs[1]]
-    assert whole_runs(Recipe(), runs, scores, repeats) == [runs[2]]
+    assert whole_runs(Recipe(), runs, scores) == runs[:2]
+    assert whole_runs(Recipe(), runs, scores, repeats) == runs[1:3]
     assert set(range(132, 190)) <= set(choose(Recipe(ratio=0.0), runs, scores, repeats).tolist())
     nothing = repeated(ids, runs, np.array([270]))  # words that no run holds leave it to attention
     assert nothing.tolist() == [0.0] * 4
-    assert whole_runs(Recipe(), runs, scores, nothing) == [runs[1]]
+    assert whole_runs(Recipe(), runs, scores, nothing) == runs[:2]
     assert repeated(ids, [], asking).tolist() == []
 
 
 def test_a_run_that_stands_apart_is_bound_to_none() -> None:
     scores = np.ones(400, np.float32)
-    assert whole_runs(Recipe(), [Run(0, 60), Run(90, 150)], scores) == []
-    assert whole_runs(Recipe(), [Run(0, 60)], scores) == []
+    assert whole_runs(Recipe(), [Run(0, 60), Run(90, 150)], scores) == [Run(0, 60)]
+    assert whole_runs(Recipe(), [Run(0, 60)], scores) == [Run(0, 60)]
+    assert whole_runs(Recipe(), [Run(0, 160)], scores) == []
 
 
 def test_a_mean_of_several_histories_has_a_budget_of_its_own() -> None:
     runs = [Run(0, 300), Run(300, 600, mean=True), Run(600, 630, mean=True)]
-    first, chosen = Recipe(ratio=0.1, lead_share=0.0), Recipe(ratio=0.1, mean_first=False)
+    first = Recipe(ratio=0.1, lead_share=0.0, least_tokens=6)
+    chosen = replace(first, mean_first=False)
     assert (floors(first, runs), budgets(first, runs)) == ([4, 30, 4], [30, 0, 6])
     assert (floors(chosen, runs), budgets(chosen, runs)) == ([4, 4, 4], [30, 30, 6])
-    default = Recipe(ratio=0.1, mean_ratio=0.0)
+    default = Recipe(ratio=0.1, mean_ratio=0.0, least_tokens=6)
     assert (floors(default, runs), budgets(default, runs)) == ([4, 4, 4], [30, 0, 6])
     assert floors(Recipe(strategy="none"), runs) == [0, 0, 0]
     assert floors(Recipe(strategy="selective"), runs) == [4, 4, 4]
