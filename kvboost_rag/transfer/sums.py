@@ -142,12 +142,15 @@ class Centred:
             rows = self._rows(sources)
             xx = self.xx[group][rows][:, rows]
             penalty = strength * float(xx.diagonal().mean()) + 1e-12
-            xx.diagonal().add_(penalty)
-            self._factors[key] = torch.linalg.cholesky(xx)
+            ridged = xx.clone()
+            ridged.diagonal().add_(penalty)
+            self._factors[key] = torch.linalg.cholesky(ridged)
         return self._factors[key]
 
-    def _rows(self, sources: Sequence[int]) -> torch.Tensor:
+    def _rows(self, sources: Sequence[int]) -> torch.Tensor | slice:
         width = self.shape.inputs
+        if len(sources) == self.shape.layers:
+            return slice(None)  # all of them need no copy, which may be gigabytes
         return torch.cat([torch.arange(s * width, (s + 1) * width) for s in sources])
 
 
