@@ -100,7 +100,8 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig, transfer: Transfe
     checked_codec = None
     if not codec.lossless:  # before anything is opened
         checked_codec = check_codec(executor, None if tokenizer is None else encoder, config, codec, identity)
-    appraiser = Appraiser(runner, rope, config)
+    foreign = frozenset(() if transfer is None else transfer.mapping.source.fingerprints.values())
+    appraiser = Appraiser(runner, rope, config, foreign=foreign)
     disk = _disk(config, appraiser)
     library = Library(
         config.ram_budget_bytes,

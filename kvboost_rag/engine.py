@@ -70,6 +70,7 @@ class Engine(LiveModel):
         source: Engine | None = None,
     ) -> None:
         check_is(config, EngineConfig, "config")
+        check_is(source, Engine, "source")
         config = config or EngineConfig()
         self._scheduler = scheduler_of(model)
         self._doors = Doors(config.max_num_seqs, self._scheduler, lambda: self._library.clear())

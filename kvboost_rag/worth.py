@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from .chunks import ChunkHeader
@@ -26,18 +28,22 @@ class Appraiser:
         runner: of the model.
         rope: rotation of its keys; None where keys stay as they are.
         config: says whether chunks are moved, and whether anything looks at norms.
+        foreign: fingerprints of another model, whose chunks come from a disk that both use; their KV has its own shape.
     """
 
-    def __init__(self, runner: ModelRunner, rope: Rope | None, config: EngineConfig) -> None:
+    def __init__(
+        self, runner: ModelRunner, rope: Rope | None, config: EngineConfig, *, foreign: Collection[str] = ()
+    ) -> None:
         self.costs: CostModel | None = None
         self.recipe: Recipe | None = None
-        self._runner, self._rope = runner, rope
+        self._runner, self._rope, self._foreign = runner, rope, foreign
         self._moves = config.reuse == "approximate"
         self._norms = config.eviction == "importance" or config.trace_path is not None
 
     def worth(self, chunk: Chunk[StoredRun]) -> Worth:
         """What a chunk that enters the store is worth."""
-        return Worth(self.saved_s(chunk.header), self.key_norm(chunk) if self._norms else 0.0)
+        known = self._norms and chunk.header.scope.fingerprint not in self._foreign
+        return Worth(self.saved_s(chunk.header), self.key_norm(chunk) if known else 0.0)
 
     def saved_s(self, header: ChunkHeader) -> float | None:
         """Seconds that one use of the whole chunk saves, about where it stood when it was computed."""

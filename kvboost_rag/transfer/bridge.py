@@ -85,6 +85,8 @@ def transfer_of(given: TransferMap | Path | str | None, config: EngineConfig, so
         if source is not None:
             raise ConfigError("source is given without transfer; give the map, too: transfer=MAP")
         return None
+    if not isinstance(given, (TransferMap, Path, str)):
+        raise ConfigError(f"transfer is a {type(given).__name__}; give a map's file, or TransferMap.load(file)")
     mapping = given if isinstance(given, TransferMap) else TransferMap.load(given)
     if config.reuse != "approximate":
         raise ConfigError(
