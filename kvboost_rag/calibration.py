@@ -114,8 +114,9 @@ class Calibrator:
         too_slow = token_s is not None and total * token_s > LIMIT_S
         if too_slow or max(len(p) for p in prompts) + ANSWER_TOKENS > self._runner.spec.window_tokens:
             return None
-        # Selectors differ where they choose something, which they do not of the means that these passages are kept as.
-        scores = self._measure(replace(base, mean_ratio=None, mean_first=False), prompts)
+        # Selectors differ where they choose something, which they do not of the means that these passages are kept as,
+        # nor of passages that are recomputed whole.
+        scores = self._measure(replace(base, mean_ratio=None, mean_first=False, whole_asked=0), prompts)
         write_scores(path, scores)
         return Calibration(_with(base, _best(scores)), scores)
 
@@ -161,7 +162,7 @@ class Calibrator:
             return None
         return (
             Path(folder).expanduser()
-            / f"{fingerprint}-{base.ratio:g}-{base.least_tokens}-{base.whole_asked}-{base.floor_tokens}.json"
+            / f"{fingerprint}-{base.ratio:g}-{base.least_tokens}-{base.floor_tokens}.json"
         )
 
 

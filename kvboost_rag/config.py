@@ -40,8 +40,8 @@ class EngineConfig:
             that was mapped from another model it is 0.2.
         repair_least_tokens: least tokens of each moved run of fewer than 128 that "cacheblend" recomputes beyond the
             floor, whatever the ratio.
-        repair_whole_passages: so many moved runs of fewer than 128 tokens "query" recomputes whole, whatever the ratio:
-            those that the question is about, each with the short one right behind it, which may lean on it
+        repair_whole_passages: so many moved runs of fewer than 128 tokens "cacheblend" recomputes whole, whatever the
+            ratio: those that the question is about, each with the short one right behind it, which may lean on it
             (docs/accuracy.md).
         floor_tokens: first tokens of each moved run that are always recomputed.
         window_tokens: width of the seam window of "selective".

@@ -65,8 +65,8 @@ class Recipe:
             they did.
         least_tokens: least tokens of each short run, of fewer than 128, to recompute beyond the floor, whatever the
             ratio.
-        whole_asked: how many short runs "query" recomputes whole because the question is about them, each with the
-            short run right behind it. Models tell like passages apart by where they stand, which moving changes; and
+        whole_asked: how many short runs are recomputed whole because the question is about them, each with the short
+            run right behind it. Models tell like passages apart by where they stand, which moving changes; and
             one that leans on the passage before it ("its version is…") says of what it speaks only there.
         floor_tokens: least first tokens of each run that are always recomputed.
         window_tokens: seam window of "selective".
@@ -105,7 +105,8 @@ class Recipe:
         """The probe that choosing tokens of these runs needs; None if none of them is to be chosen."""
         if self.strategy != "cacheblend" or self.everything:
             return None
-        return SELECTORS[self.selector].probe if any(budgets(self, runs)) or most_whole(self, runs) else None
+        probe = SELECTORS[self.selector].probe
+        return probe if any(budgets(self, runs)) or (probe == "query" and most_whole(self, runs)) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ def most_whole(recipe: Recipe, runs: Sequence[Run]) -> int:
     return sum(sorted(sizes, reverse=True)[: recipe.whole_asked])
 
 
-def whole_runs(recipe: Recipe, runs: Sequence[Run], scores: Scores, repeats: Scores | None = None) -> list[Run]:
+def whole_runs(recipe: Recipe, runs: Sequence[Run], scores: Scores | None, repeats: Scores | None = None) -> list[Run]:
     """The short runs that are recomputed whole: those that the question is about, and those right behind these.
 
     Attention alone misses a third of them, and a question that uses other words than the passage repeats nothing of it;
@@ -179,13 +180,15 @@ def whole_runs(recipe: Recipe, runs: Sequence[Run], scores: Scores, repeats: Sco
     Args:
         recipe: how many.
         runs: moved stretches.
-        scores: attention to each position, float32 ``(prompt,)``.
+        scores: attention to each position, float32 ``(prompt,)``; None, or another probe's, leaves it to words.
         repeats: of each run, see `repeated`; None leaves it to attention.
     """
-    groups = _groups(recipe, runs)
-    attended = _shares([float(scores[run.start : run.end].sum()) for run in runs])
-    named = np.zeros(len(runs)) if repeats is None else _shares(repeats)
-    asked = np.argsort(-(attended + named), kind="stable")[: recipe.whole_asked]
+    groups, about = _groups(recipe, runs), np.zeros(len(runs))
+    if scores is not None and SELECTORS[recipe.selector].probe == "query":
+        about += _shares([float(scores[run.start : run.end].sum()) for run in runs])
+    if repeats is not None:
+        about += _shares(repeats)
+    asked = [i for i in np.argsort(-about, kind="stable")[: recipe.whole_asked] if about[i] > 0]
     return list(dict.fromkeys(run for i in asked for run in groups[i]))
 
 
@@ -209,11 +212,7 @@ def repeated(ids: IntArray, runs: Sequence[Run], asking: Positions) -> Scores:
 
 def _groups(recipe: Recipe, runs: Sequence[Run]) -> list[list[Run]]:
     """What is recomputed if the question is about a run: itself and the one right behind it, as far as they are short.
-
-    Empty for all if the recipe's selector cannot tell runs apart: only "query" can.
     """
-    if SELECTORS[recipe.selector].probe != "query" or not recipe.whole_asked:
-        return [[] for _ in runs]
     behind = [runs[i + 1 : i + 2] for i in range(len(runs))]
     return [
         [one for one in (run, *(other for other in next_one if _neighbours(run, other))) if len(one) < SHORT_TOKENS]
@@ -258,9 +257,9 @@ def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None, repeats: 
     floor = floor_positions(recipe, runs)
     if recipe.strategy == "selective":
         return _join([floor, seam_positions(runs, recipe.window_tokens)])
-    if scores is None:
-        return floor
     sure = _join([floor, *(np.arange(run.start, run.end) for run in whole_runs(recipe, runs, scores, repeats))])
+    if scores is None:
+        return sure
     candidates = np.setdiff1d(_join([np.arange(r.start, r.end) for r in runs]), sure, assume_unique=True)
     picked = SELECTORS[recipe.selector].choose(scores, runs, candidates, budgets(recipe, runs))
     return _join([sure, picked])

@@ -197,7 +197,6 @@ def test_computed_tokens_are_what_the_layers_ran(repair: dict[str, Any]) -> None
         ({"repair": "selective", "window_tokens": 10}, lambda moved, runs: 10 * runs),
         ({"selector": "query", "repair_ratio": 0.2}, lambda moved, runs: 4 * runs + round(0.2 * moved)),
         ({"selector": "deviation", "repair_ratio": 0.2}, lambda moved, runs: 4 * runs + round(0.2 * moved)),
-        ({"selector": "deviation", "repair_whole_passages": 9, "repair_ratio": 0.0}, lambda moved, runs: 4 * runs),
         ({"repair_ratio": 1.0}, lambda moved, runs: moved),
     ],
 )

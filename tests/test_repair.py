@@ -208,9 +208,19 @@ def test_short_runs_that_are_asked_about_and_those_behind_them_are_recomputed_wh
     assert recipe.probe(runs) == "query"
     scores[400] = 0.1
     assert set(range(260, 320)) <= set(choose(recipe, runs, scores).tolist())
-    for none in (Recipe(selector="deviation"), Recipe(whole_asked=0)):
-        assert whole_runs(none, runs, scores) == []
-        assert most_whole(none, runs) == 0
+    assert whole_runs(Recipe(whole_asked=0), runs, scores) == []
+    assert most_whole(Recipe(whole_asked=0), runs) == 0
+
+
+def test_without_a_query_probe_words_alone_say_what_a_question_is_about() -> None:
+    runs, scores = [Run(10, 70), Run(72, 130), Run(132, 400)], np.ones(600, np.float32)
+    recipe = Recipe(selector="deviation", ratio=0.0)
+    assert recipe.probe(runs) is None
+    assert whole_runs(recipe, runs, scores) == []  # how far tokens are off does not tell what is asked
+    named = np.array([0.0, 1.0, 0.5], np.float32)
+    assert whole_runs(recipe, runs, None, named) == [runs[1]]
+    assert set(range(72, 130)) <= set(choose(recipe, runs, None, named).tolist())
+    assert whole_runs(recipe, runs, None, np.zeros(3, np.float32)) == []
 
 
 def test_what_a_question_names_counts_as_much_as_what_it_attends_to() -> None:
