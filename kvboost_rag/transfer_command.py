@@ -22,11 +22,12 @@ def transfer(arguments: Sequence[str]) -> int:
     """Run `kvboost-rag transfer`.
 
     Returns:
-        0 if the map may be used; 1 if its gate refused it; 2 if there is none; 130 if stopped.
+        0 if the map may be used; 1 if its gate refused it; 2 if there is none, or no picture of it; 130 if stopped.
     """
     options = _parser().parse_args(arguments)
     try:
         mapping = _fit(options) if options.what == "fit" else TransferMap.load(options.map)
+        print(table(mapping))
         if options.plot:
             draw(mapping, options.plot)
     except (KVBoostError, OSError, ValueError) as error:  # transformers raises the last two
@@ -35,7 +36,6 @@ def transfer(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from its last checkpoint", file=sys.stderr)
         return 130
-    print(table(mapping))
     return 0 if mapping.accepted else 1
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,16 +19,18 @@ from langchain_core.messages import AIMessage, HumanMessage
 from llama_index.core.llms import ChatMessage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvboost_rag import EngineConfig, TransferError, TransferMap
+from kvboost_rag import ConfigError, Engine, EngineConfig, TransferError, TransferMap
 from kvboost_rag.chunks import as_ids
 from kvboost_rag.cli import main
 from kvboost_rag.frameworks import release_engines
+from kvboost_rag.transfer.making import make
+from kvboost_rag.transfer.models import Reader
 from kvboost_rag.transfer.texts import split
 from langchain_kvboost import ChatKVBoost
 from llama_index.llms.kvboost import KVBoost
 from tests.test_readme import run_blocks
 from tests.test_transfer import twin_of
-from tests.tiny import SETTINGS, model_of, prompt_of, random_ids, text, tokenizer_of
+from tests.tiny import SETTINGS, model_of, new_model, prompt_of, random_ids, text, tokenizer_of
 
 TINY = ["--sequence-tokens", "256", "--sources", "2"]
 
@@ -128,6 +132,24 @@ def test_a_killed_fit_goes_on(places: Places, tmp_path: Path) -> None:
     assert again.figures["mapped"]["kl"] == pytest.approx(whole.figures["mapped"]["kl"], rel=0.05)
 
 
+def test_what_cannot_be_written(places: Places, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, blocked = tmp_path / "folder", tmp_path / "blocked"
+    folder.mkdir()
+    assert main(_fit(places, folder)) == 2
+    assert "is a folder; name a file in it" in capsys.readouterr().err
+    assert [place.name for place in tmp_path.iterdir()] == ["folder"]  # nothing was read for it
+    blocked.with_name("blocked.partial.writing").mkdir()
+    assert main(_fit(places, blocked)) == 2
+    assert "blocked cannot be written" in capsys.readouterr().err
+
+
+def test_a_map_is_shown_though_no_picture_can_be_drawn(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["transfer", "show", str(places.map), "--plot", "map.strange"]) == 2
+    said = capsys.readouterr()
+    assert said.out.rstrip().endswith("accepted")
+    assert said.err.startswith("error: ")
+
+
 def test_no_document_is_fitted_on_and_held_out() -> None:
     documents = [as_ids(random_ids(seed, 64)) for seed in range(40)]
     nothing = as_ids([])
@@ -153,6 +175,37 @@ def test_all_of_a_map_goes_to_another_device(places: Places) -> None:
     assert moved.rope.key_bias is not None
     assert moved.rope.key_bias.device.type == "meta"
     assert mapping.rope.groups[0].inv_freq.device.type == "cpu"
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"transfer": 5}, "transfer is a int"), ({"transfer": b"map"}, "transfer is a bytes"),
+     ({"transfer": "map", "source": "small"}, "source is a str; it must be a Engine")],
+)  # fmt: skip
+def test_arguments_of_another_type(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Engine(model_of("qwen2"), tokenizer_of(), EngineConfig(**SETTINGS), **given)
+
+
+def test_a_disk_shared_with_a_source_of_another_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The source's chunks come to the target's RAM as they are: nothing may take them for its own."""
+    larger = new_model("qwen2", seed=3, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    readers = [Reader.of(name, model, tokenizer_of()) for name, model in (("a", model_of("qwen2")), ("b", larger))]
+    documents = [text(100 + seed, 90) for seed in range(120)]
+    mapping = replace(make(readers[0], readers[1], documents, tmp_path / "map", sequence_tokens=256), refused=None)
+    config = EngineConfig(**SETTINGS, disk_path=tmp_path / "kv", eviction="importance")
+    with Engine(model_of("qwen2"), tokenizer_of(), config) as small:
+        small.warm(documents[:2])
+    with Engine(larger, tokenizer_of(), config, transfer=mapping) as large:
+        for question in ("Which river?", "Which stone?"):
+            prefill = large.prefill(prompt_of(documents[:2], question=question), store=False)
+            assert prefill.usage.transferred_tokens > 0.7 * prefill.usage.prompt_tokens
+            large.current_library().on_disk([])  # waits for what is copied to RAM behind the request
+        assert large.stats().chunks == 2
+    assert caplog.text == ""
 
 
 # ---- frameworks ------------------------------------------------------------------------------------------------------
@@ -194,6 +247,24 @@ def test_llama_index_goes_on_with_the_other_model(places: Places) -> None:
     assert large.on_model(str(places.large)) is large
     answer = large.chat([question, said, ChatMessage(role="user", content="And which garden?")])
     assert answer.raw["transferred_tokens"] > 60
+
+
+def test_there_and_back_and_on_to_others(places: Places) -> None:
+    small, large = str(places.small), str(places.large)
+    chat = ChatKVBoost(model=small, engine_config=EngineConfig(**SETTINGS), transfers={large + "/": str(places.map)})
+    there = chat.on_model(large)  # spelled otherwise
+    asked = [HumanMessage(prompt_of([text(1, 60)]))]
+    chat.invoke(asked, max_tokens=4)
+    assert there.invoke(asked, max_tokens=4).response_metadata["transferred_tokens"] > 60
+    assert there.on_model(large + "/.") is there
+    back = there.on_model(small)
+    assert back.get_engine() is chat.get_engine()
+    assert there.model_copy(deep=True).get_engine() is there.get_engine()
+    assert json.loads(there.model_dump_json())["model_kwargs"] == {}
+    assert there._identifying_params["transfer"] == str(places.map)
+    with pytest.raises(ConfigError, match="cannot be pickled"):
+        pickle.dumps(there)
+    pickle.dumps(back)
 
 
 def test_the_page_runs(places: Places, model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

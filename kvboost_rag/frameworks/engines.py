@@ -64,13 +64,17 @@ def plain(value: Any) -> Any:
     return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
 
 
+def place_of(model: str) -> str:
+    """One spelling of a hub id or folder, however it was spelled."""
+    place = Path(model).expanduser()
+    return str(place.resolve()) if place.is_dir() else model
+
+
 def _key(model: str, config: EngineConfig | None, options: Mapping[str, Any]) -> _Key:
     # Two spellings of one model, configuration or option are one engine.
-    place = Path(model).expanduser()
-    name = str(place.resolve()) if place.is_dir() else model
     config = config or EngineConfig()
     config = replace(config, **{field.name: plain(getattr(config, field.name)) for field in fields(config)})
-    return name, config, repr(sorted((name, plain(value)) for name, value in options.items()))
+    return place_of(model), config, repr(sorted((name, plain(value)) for name, value in options.items()))
 
 
 def _load(model: str, config: EngineConfig | None, options: Mapping[str, Any], retries: int) -> Engine:

@@ -7,17 +7,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, field_serializer, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SkipValidation,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 from ..config import EngineConfig, SamplingParams
 from ..engine import Engine
 from ..errors import ConfigError
-from .engines import loaded_engine, plain, shared_engine
+from .engines import loaded_engine, place_of, plain, shared_engine
 
 Reuse: TypeAlias = Literal["off", "exact", "approximate"]
 T = TypeVar("T")
 
 SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+_TAKING = ("transfer", "source")
 CALL_FIELDS = frozenset((*SAMPLING_FIELDS, "namespace", "reuse", "timeout"))
 # Of two bases, the configuration of the last one wins, so each class repeats it: unknown arguments must raise.
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
@@ -75,6 +85,10 @@ class EngineOptions(BaseModel):
     reuse: Reuse | None = None
     """What may be reused, no wider than the engine was made for; None is the engine's mode."""
 
+    _taking: dict[str, Any] = PrivateAttr(
+        default_factory=dict
+    )  # what `on_model` adds: a map, and the engine it is from
+
     model_config = STRICT
 
     @field_validator(*SAMPLING_FIELDS, "max_retries", "timeout", mode="before")
@@ -106,11 +120,12 @@ class EngineOptions(BaseModel):
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         memo = {} if memo is None else memo
-        memo[id(self.engine)] = self.engine  # a copy asks the same engine
+        for engine in (self.engine, self._taking.get("source")):
+            memo[id(engine)] = engine  # a copy asks the same engine
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[Any, Any]:
-        if self.engine is not None:
+        if self.engine is not None or self._taking:
             raise ConfigError(
                 f"{type(self).__name__} was made from an engine, which holds a model and cannot be pickled; make it "
                 "with model= to send it to another process, which then loads the model itself"
@@ -132,18 +147,19 @@ class EngineOptions(BaseModel):
         """
         if not isinstance(name, str):
             raise ConfigError(f"model is a {type(name).__name__}; give a hub id or a folder, as a string")
-        if name == self.name_of_model():
+        if (place := place_of(name)) == place_of(self.name_of_model()):
             return self
         config = self.engine_config if self.engine is None else self.engine.config
-        changed: dict[str, Any] = {"engine": None, "model": name, "engine_config": config, "transfers": {}}
-        if name in self.transfers:
-            taking = {"transfer": self.transfers[name], "source": self.get_engine()}
-            changed["model_kwargs"] = {**self.model_kwargs, **taking}
-        return self.model_copy(update=changed)
+        given = {key: value for key, value in self.model_kwargs.items() if key not in _TAKING}  # of this model's own
+        changed = {"engine": None, "model": name, "engine_config": config, "model_kwargs": given, "transfers": {}}
+        other = self.model_copy(update=changed)
+        maps = {place_of(target): mapping for target, mapping in self.transfers.items()}
+        other._taking = {"transfer": maps[place], "source": self.get_engine()} if place in maps else {}
+        return other
 
     def _loading(self) -> dict[str, Any]:
         """Further arguments of `Engine.from_pretrained`."""
-        return dict(self.model_kwargs)
+        return {**self.model_kwargs, **self._taking}
 
     def _loaded(self) -> Engine | None:
         """The engine, if it is there already."""
@@ -184,6 +200,7 @@ class EngineOptions(BaseModel):
             # Names do not tell all models apart: an engine knows its weights, a folder its files.
             "fingerprint": _files(str(self.model)) if engine is None else engine.fingerprint,
             "model_kwargs": repr(sorted(self.model_kwargs.items())),
+            "transfer": self._taking.get("transfer"),
             "engine_config": repr(config),
             "recipe": None if engine is None else repr(engine.recipe),
             "stop_sequences": self.stop,

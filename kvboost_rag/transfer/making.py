@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from ..errors import TransferError
 from .fitting import FitOptions, fit
 from .gate import measure, verdict
@@ -43,6 +45,8 @@ def make(
         TransferError: no map between these models can hold, the text is too short, or the file cannot be written.
     """
     check_pair(source.side, target.side)
+    if path.is_dir():  # said now, and not when all is read
+        raise TransferError(f"{path} is a folder; name a file in it")
     if sequence_tokens < LEAST_SEQUENCE:
         raise TransferError(f"sequence_tokens is {sequence_tokens}; at least {LEAST_SEQUENCE} are needed")
     window = min(reader.executor.runner.spec.window_tokens for reader in (source, target))
@@ -57,7 +61,7 @@ def make(
         figures = {name: asdict(row) for name, row in rows.items()}
         mapping = replace(mapping, figures=figures, refused=verdict(rows))
         mapping.save(path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise TransferError(f"{path} cannot be written: {error}; name a file in a folder with room for it") from error
     checkpoint.unlink(missing_ok=True)
     return mapping
