@@ -127,8 +127,9 @@ class TransferMap:
             wanted = {tuple(affine.layers[at].tolist()) for affine in (self.keys, self.values)}
             read = {layers: read[layers] if layers in read else self._read(keys, values, layers) for layers in wanted}
             for affine, made in zip((self.keys, self.values), out, strict=True):
-                x = read[tuple(affine.layers[at].tolist())][heads]
-                made.append(torch.bmm(x, affine.weight[at]).float() + affine.bias[at][:, None])
+                x = read[tuple(affine.layers[at].tolist())]  # no copy of it for every head: it is most of the time
+                rows = [x[group] @ weight for group, weight in zip(heads, affine.weight[at], strict=True)]
+                made.append(torch.stack(rows).float() + affine.bias[at][:, None])
         return torch.stack(out[0]), torch.stack(out[1])
 
     def _read(self, keys: torch.Tensor, values: torch.Tensor, layers: tuple[int, ...]) -> torch.Tensor:
