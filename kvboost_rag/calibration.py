@@ -160,10 +160,7 @@ class Calibrator:
         folder = self._config.calibration_dir
         if folder is None:
             return None
-        return (
-            Path(folder).expanduser()
-            / f"{fingerprint}-{base.ratio:g}-{base.least_tokens}-{base.floor_tokens}.json"
-        )
+        return Path(folder).expanduser() / f"{fingerprint}-{base.ratio:g}-{base.least_tokens}-{base.floor_tokens}.json"
 
 
 _SCOPE = Scope("calibration", "calibration")

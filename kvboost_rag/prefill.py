@@ -16,7 +16,7 @@ from .hf import cache_over
 from .kv import RequestKV, StoredRun
 from .passes import AttentionProbe
 from .planner import Plan
-from .repair import SELECTORS, Positions, Recipe, Scores, choose, floor_positions, repeated
+from .repair import SELECTORS, Positions, Recipe, Scores, choose, floor_positions, repeated, words_decide
 from .rope import Rope
 from .runner import ModelRunner
 
@@ -132,6 +132,8 @@ class _Request:
             min(math.floor(recipe.probe_from * depth), depth - 1), max(1, math.ceil(recipe.probe_to * depth))
         )
         self.probe = recipe.probe(plan.runs)
+        if self.probe == "query" and words_decide(recipe, plan.runs, self._repeats()):
+            self.probe = None
         self.joins = (
             executor.cuts
             and self.probe == "query"

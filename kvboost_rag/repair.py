@@ -21,6 +21,7 @@ from .chunks import IntArray
 
 SHORT_TOKENS = 128  # a run of fewer is a short passage, see `Recipe.whole_asked`
 LEAD_TOKENS = 32  # beyond so many first tokens, being first makes no difference
+CLEARLY = 1.5  # times as many words of the question as the next run
 SEPARATOR_TOKENS = 16  # passages with no more than this between them are neighbours
 Positions: TypeAlias = npt.NDArray[np.int64]
 Scores: TypeAlias = npt.NDArray[np.float32]
@@ -192,6 +193,20 @@ def whole_runs(recipe: Recipe, runs: Sequence[Run], scores: Scores | None, repea
     return list(dict.fromkeys(run for i in asked for run in groups[i]))
 
 
+def words_decide(recipe: Recipe, runs: Sequence[Run], repeats: Scores) -> bool:
+    """Whether words choose, without a probe.
+
+    They do if all is mapped, they clearly name the run that the question is about, and it takes half of the budget.
+    """
+    if SELECTORS[recipe.selector].probe != "query" or not all(run.mapped for run in runs):
+        return False
+    whole = sum(map(len, whole_runs(recipe, runs, None, repeats)))
+    ranked = [*np.sort(repeats)[::-1], 0.0, 0.0]
+    count = min(recipe.whole_asked, len(runs))
+    clearly = count > 0 and ranked[count - 1] > CLEARLY * ranked[count]
+    return bool(clearly) and 2 * whole >= sum(budgets(recipe, runs))
+
+
 def repeated(ids: IntArray, runs: Sequence[Run], asking: Positions) -> Scores:
     """How much of what is asked each run repeats: tokens in common, those that few runs hold counting more.
 
@@ -212,11 +227,15 @@ def repeated(ids: IntArray, runs: Sequence[Run], asking: Positions) -> Scores:
 
 def _groups(recipe: Recipe, runs: Sequence[Run]) -> list[list[Run]]:
     """What is recomputed if the question is about a run: itself and the one right behind it, as far as they are short.
+
+    Of mapped runs, in which everything is off, also one that the budget pays for.
     """
+    paid = sum(n for n, run in zip(budgets(recipe, runs), runs, strict=True) if run.mapped)
     behind = [runs[i + 1 : i + 2] for i in range(len(runs))]
     return [
-        [one for one in (run, *(other for other in next_one if _neighbours(run, other))) if len(one) < SHORT_TOKENS]
-        for run, next_one in zip(runs, behind, strict=True)
+        [one for one in (run, *(other for other in after if _neighbours(run, other))) if len(one) < SHORT_TOKENS]
+        or ([run] if run.mapped and len(run) <= paid else [])
+        for run, after in zip(runs, behind, strict=True)
     ]
 
 
@@ -257,11 +276,16 @@ def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None, repeats: 
     floor = floor_positions(recipe, runs)
     if recipe.strategy == "selective":
         return _join([floor, seam_positions(runs, recipe.window_tokens)])
-    sure = _join([floor, *(np.arange(run.start, run.end) for run in whole_runs(recipe, runs, scores, repeats))])
+    whole = whole_runs(recipe, runs, scores, repeats)
+    sure = _join([floor, *(np.arange(run.start, run.end) for run in whole)])
     if scores is None:
         return sure
     candidates = np.setdiff1d(_join([np.arange(r.start, r.end) for r in runs]), sure, assume_unique=True)
-    picked = SELECTORS[recipe.selector].choose(scores, runs, candidates, budgets(recipe, runs))
+    left, spent = budgets(recipe, runs), sum(len(run) for run in whole if run.mapped and len(run) >= SHORT_TOKENS)
+    for i, run in enumerate(runs):  # what a mapped run that is recomputed whole has cost, the mapped ones pay
+        if run.mapped:
+            left[i], spent = max(left[i] - spent, 0), max(spent - left[i], 0)
+    picked = SELECTORS[recipe.selector].choose(scores, runs, candidates, left)
     return _join([sure, picked])
 
 

@@ -26,6 +26,7 @@ from kvboost_rag.repair import (
     top_positions,
     top_with_quota,
     whole_runs,
+    words_decide,
 )
 
 PROMPT = 400
@@ -240,6 +241,26 @@ def test_what_a_question_names_counts_as_much_as_what_it_attends_to() -> None:
     assert nothing.tolist() == [0.0] * 4
     assert whole_runs(Recipe(), runs, scores, nothing) == runs[:2]
     assert repeated(ids, [], asking).tolist() == []
+
+
+def test_a_mapped_run_that_is_asked_about_is_recomputed_whole_if_the_budget_pays_for_it() -> None:
+    runs = [Run(10, 210, mapped=True), Run(212, 412, mapped=True), Run(414, 614, mapped=True)]
+    scores, named = np.zeros(700, np.float32), np.array([0.1, 1.0, 0.2], np.float32)
+    scores[[20, 21, 300, 301]] = 0.2, 0.2, 0.15, 0.15
+    recipe = Recipe(mapped_ratio=0.4, floor_tokens=0)
+    chosen = choose(recipe, runs, scores, named)
+    assert set(range(212, 412)) <= set(chosen.tolist())
+    assert {20, 21} <= set(chosen.tolist())  # what is left of the budget goes by attention
+    assert len(chosen) == round(0.4 * 600)
+    assert words_decide(recipe, runs, named)
+    assert choose(recipe, runs, None, named).tolist() == list(range(212, 412))
+    assert not words_decide(recipe, runs, np.array([0.9, 1.0, 0.2], np.float32))  # words alone are not sure
+    assert not words_decide(recipe, runs, np.zeros(3, np.float32))
+    assert not words_decide(replace(recipe, mapped_ratio=0.9), runs, named)  # there is more to choose
+    assert not words_decide(recipe, [*runs, Run(616, 650)], named)
+    poor = replace(recipe, mapped_ratio=0.2)
+    assert whole_runs(poor, runs, scores, named) == []
+    assert len(choose(poor, runs, scores, named)) == round(0.2 * 600)
 
 
 def test_a_run_that_stands_apart_is_bound_to_none() -> None:
