@@ -232,8 +232,9 @@ def test_seconds_saved() -> None:
     exact = costs.saved(100, 50, None)
     assert exact == pytest.approx(100 * (0.01 + 0.0001 * 100) - 0.1)
     recipe = Recipe(ratio=0.05, least_tokens=12, floor_tokens=4)
-    assert costs.saved(100, 50, recipe) == pytest.approx(91 * 0.02 - 0.1)
-    assert costs.saved(50, 75, recipe) == pytest.approx(34 * 0.02 - 0.05)  # a short one
+    assert costs.saved(200, 0, recipe) == pytest.approx(186 * 0.02 - 0.2)
+    assert costs.saved(100, 50, recipe) == pytest.approx(84 * 0.02 - 0.1)  # a short one
+    assert costs.saved(50, 75, recipe) == pytest.approx(34 * 0.02 - 0.05)
     assert costs.saved(100, 50, Recipe(strategy="none")) == exact
     assert costs.saved(100, 50, Recipe(strategy="selective", floor_tokens=4, window_tokens=16)) < exact
     assert costs.saved(10, 50, recipe) == pytest.approx(-0.01)  # all of it is recomputed
