@@ -85,6 +85,18 @@ def test_the_command_says_what_a_map_is_worth(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_way_back_is_a_map_of_its_own(places: Places, tmp_path: Path) -> None:
+    back = replace(places, small=places.large, large=places.small)
+    assert main(_fit(back, tmp_path / "back")) == 0
+    forth, made = TransferMap.load(places.map), TransferMap.load(tmp_path / "back")
+    assert (made.source.fingerprints, made.target.fingerprints) == (
+        forth.target.fingerprints,
+        forth.source.fingerprints,
+    )
+    rows = made.figures
+    assert rows["mapped"]["fidelity"] > 0.9 > rows["wrong document"]["fidelity"]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
