@@ -30,9 +30,9 @@ from workload import Passage, items, passages, sample
 
 from kvboost_rag import Engine, TransferMap
 from kvboost_rag.repair import Recipe
+from kvboost_rag.transfer.gate import BUDGETS, MAPPED, repaired
 
 COLUMNS = ["workload", "arm", "prompts", "tokens", "charged", "fidelity", "kl", "agree", "right", "ttft_s", "sooner"]
-BUDGETS = (0.05, 0.10, 0.20)
 NATIVE, NOTHING, WRONG = "native (full prefill)", "no context", "wrong documents"
 
 
@@ -81,8 +81,8 @@ def parse() -> argparse.Namespace:
 def arms_of(engine: Engine) -> dict[str, Recipe]:
     """How mapped KV is repaired, by name."""
     base = engine.recipe
-    budgets = {f"mapped + {b:.0%} repair": replace(base, mapped_ratio=b) for b in BUDGETS}
-    return {"mapped": replace(base, strategy="none"), **budgets}
+    budgets = {repaired(budget): replace(base, mapped_ratio=budget) for budget in BUDGETS}
+    return {MAPPED: replace(base, strategy="none"), **budgets}
 
 
 def passages_of(args: argparse.Namespace, source: Engine, target: Engine) -> Iterator[tuple[str, dict[str, float]]]:
@@ -172,7 +172,7 @@ def summarise(found: dict[tuple[str, str], list[dict[str, float]]]) -> list[dict
     for row in rows:
         row["fidelity"] = 1 - row["kl"] / by[row["workload"], NOTHING]["kl"]
         row["sooner"] = by[row["workload"], NATIVE]["ttft_s"] / row["ttft_s"]
-    order = [NATIVE, "mapped", *(f"mapped + {b:.0%} repair" for b in BUDGETS), NOTHING, WRONG]
+    order = [NATIVE, MAPPED, *map(repaired, BUDGETS), NOTHING, WRONG]
     return sorted(rows, key=lambda row: (row["workload"], order.index(row["arm"])))
 
 

@@ -16,7 +16,7 @@ from .hf import cache_over
 from .kv import RequestKV, StoredRun
 from .passes import AttentionProbe
 from .planner import Plan
-from .repair import SELECTORS, Positions, Recipe, Scores, choose, floor_positions, repeated, words_decide
+from .repair import SELECTORS, Positions, Recipe, Scores, choose, floor_positions, most_whole, repeated, words_decide
 from .rope import Rope
 from .runner import ModelRunner
 
@@ -120,7 +120,7 @@ class _Request:
     def __init__(self, executor: Executor, ids: IntArray, plan: Plan, recipe: Recipe) -> None:
         self.runner, self.rope, self.plan, self.recipe = executor.runner, executor.rope, plan, recipe
         self.device = self.runner.spec.device
-        self.prompt, self.ids = ids, torch.from_numpy(ids.astype(np.int64)).to(self.device)
+        self.ids = torch.from_numpy(ids.astype(np.int64)).to(self.device)
         self.charged = 0.0
         self.model_s = 0.0
         self.new = np.concatenate(
@@ -132,7 +132,8 @@ class _Request:
             min(math.floor(recipe.probe_from * depth), depth - 1), max(1, math.ceil(recipe.probe_to * depth))
         )
         self.probe = recipe.probe(plan.runs)
-        if self.probe == "query" and words_decide(recipe, plan.runs, self._repeats()):
+        self.repeats = repeated(ids, plan.runs, self.asking) if most_whole(recipe, plan.runs) else None
+        if self.probe == "query" and self.repeats is not None and words_decide(recipe, plan.runs, self.repeats):
             self.probe = None
         self.joins = (
             executor.cuts
@@ -176,7 +177,7 @@ class _Request:
         """A probe, if the recipe needs one, then one pass over everything that is to be computed."""
         new = self._leading_pass()
         scores = self._probe(new)
-        repaired = choose(self.recipe, self.plan.runs, scores, self._repeats())
+        repaired = choose(self.recipe, self.plan.runs, scores, self.repeats)
         rows = np.union1d(new, repaired)
         if scores is not None:
             self._offset_from(rows, repaired)
@@ -193,7 +194,7 @@ class _Request:
         first = np.union1d(self.new, floor)
         probe = self._attention_of(self.asking, first, ends_pass=False)
         waiting = self._up_to(layer, first, probe)
-        repaired = choose(self.recipe, self.plan.runs, _mass(probe), self._repeats())
+        repaired = choose(self.recipe, self.plan.runs, _mass(probe), self.repeats)
         chosen = np.setdiff1d(repaired, floor)
         rows = np.union1d(first, repaired)
         if len(chosen):
@@ -211,9 +212,6 @@ class _Request:
         self._charge(len(rows))
         self.kv.before_write = None
         return logits, repaired
-
-    def _repeats(self) -> Scores:
-        return repeated(self.prompt, self.plan.runs, self.asking)
 
     def _up_to(self, layer: int, rows: Positions, probe: AttentionProbe | None = None) -> torch.Tensor:
         started = time.perf_counter()

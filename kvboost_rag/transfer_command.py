@@ -13,7 +13,7 @@ from .transfer.making import make
 from .transfer.mapping import TransferMap
 from .transfer.models import Reader
 from .transfer.picture import draw
-from .warm_command import DTYPES, PATTERNS, documents_in
+from .warm_command import PATTERNS, check_dtype, documents_in
 
 _DEFAULT = FitOptions()
 
@@ -64,25 +64,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _fit(options: argparse.Namespace) -> TransferMap:
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"--dtype is {options.dtype!r}; choose one of {', '.join(DTYPES)}")
+    check_dtype(options.dtype)
     if options.tokens is not None and options.tokens < 1:
         raise ConfigError(f"--tokens is {options.tokens}; it must be 1 or more")
-    documents = [path.read_text(encoding="utf-8", errors="replace") for path in _paths(options)]
+    documents = [
+        path.read_text(encoding="utf-8", errors="replace") for path in documents_in(options.text, options.glob)
+    ]
     how = FitOptions(options.sources, options.reach, options.strength, options.all_heads, not options.even)
     source, target = (Reader.load(name, options.dtype) for name in (options.source, options.target))
     return make(
         source, target, documents, options.out,
         options=how, sequence_tokens=options.sequence_tokens, most_tokens=options.tokens, show_progress=True,
     )  # fmt: skip
-
-
-def _paths(options: argparse.Namespace) -> list[Path]:
-    patterns = options.glob or PATTERNS
-    paths = list(documents_in(options.text, patterns))
-    if not paths:
-        raise ConfigError(f"{options.text} holds no file like {', '.join(patterns)}; name others with --glob")
-    return paths
 
 
 def table(mapping: TransferMap) -> str:

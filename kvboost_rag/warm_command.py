@@ -19,7 +19,7 @@ from .stats import WarmReport
 from .store_command import bytes_of, text_of
 
 PATTERNS = ("*.txt", "*.md", "*.rst")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _BITS = {"16": 16, "8": 8, "4": 4, "8/4": "8/4"}
 
 
@@ -63,12 +63,8 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     if options.batch < 1:
         raise ConfigError(f"--batch is {options.batch}; it must be 1 or more")
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"--dtype is {options.dtype!r}; choose one of {', '.join(DTYPES)}")
-    paths = list(documents_in(options.folder, options.glob or PATTERNS))
-    if not paths:
-        patterns = ", ".join(options.glob or PATTERNS)
-        raise ConfigError(f"{options.folder} holds no file like {patterns}; name others with --glob")
+    check_dtype(options.dtype)
+    paths = documents_in(options.folder, options.glob)
     config = EngineConfig(
         reuse=options.reuse,
         selector="query",  # nothing is repaired here, so there is nothing to calibrate
@@ -118,17 +114,34 @@ def _report(
         print(f"not stored: {line}", file=sys.stderr)
 
 
-def documents_in(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
-    """Text files of a folder, or the one file."""
+def check_dtype(name: str) -> None:
+    """Refuse what `--dtype` does not take.
+
+    Raises:
+        ConfigError: names what it takes.
+    """
+    if name not in _DTYPES:
+        raise ConfigError(f"--dtype is {name!r}; choose one of {', '.join(_DTYPES)}")
+
+
+def documents_in(folder: Path, globs: Sequence[str] | None) -> list[Path]:
+    """Text files of a folder by its `--glob`, or the one file.
+
+    Raises:
+        ConfigError: there are none.
+    """
     if folder.is_file():
-        yield folder
-    elif not folder.is_dir():
+        return [folder]
+    if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder and no file")
-    else:
-        for pattern in patterns:
-            if not pattern.strip("./") or Path(pattern).is_absolute():
-                raise ConfigError(f"--glob is {pattern!r}; give a pattern of names inside {folder}, such as *.txt")
-        yield from sorted({path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()})
+    patterns = globs or PATTERNS
+    for pattern in patterns:
+        if not pattern.strip("./") or Path(pattern).is_absolute():
+            raise ConfigError(f"--glob is {pattern!r}; give a pattern of names inside {folder}, such as *.txt")
+    paths = sorted({path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()})
+    if not paths:
+        raise ConfigError(f"{folder} holds no file like {', '.join(patterns)}; name others with --glob")
+    return paths
 
 
 def _batches(paths: Sequence[Path], size: int, failed: list[str]) -> Iterator[list[tuple[Path, str]]]:

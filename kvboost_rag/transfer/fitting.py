@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from ..chunks import IntArray
 from ..errors import TransferError
 from ..progress import progress
-from .mapping import Affine, TransferMap, head_of, inputs
+from .mapping import Affine, TransferMap, head_of, inputs, save_whole
 from .models import Reader, Reading, check_pair
 from .sums import KINDS, Kind, Shape, Sums, choose_layers, solve
 from .texts import Texts
@@ -117,11 +116,9 @@ def shape_of(source: Reader, target: Reader, options: FitOptions) -> Shape:
 
 def add(sums: Sums, source: Reading, target: Reading, options: FitOptions) -> None:
     """Add a sequence that both models have read."""
-    layers, rest = range(sums.shape.layers), slice(SINKS, None)
-    per_layer = [inputs(source.keys, source.values, [layer], options.all_heads) for layer in layers]
-    x = torch.cat(per_layer, -1)[:, rest]
-    both = torch.cat([target.keys, target.values], -1)  # (layers, heads, seq, dims)
-    y = both.permute(1, 2, 0, 3).flatten(2)[:, rest]
+    rest = slice(SINKS, None)
+    x = inputs(source.keys, source.values, list(range(sums.shape.layers)), options.all_heads)[:, rest]
+    y = inputs(target.keys, target.values, list(range(sums.shape.target_layers)), False)[:, rest]
     if not bool(x.isfinite().all() and y.isfinite().all()):
         raise TransferError(
             "a model gives keys or values that are not finite; load it in another dtype, such as --dtype float32"
@@ -169,9 +166,7 @@ def _identity(source: Reader, target: Reader, texts: Texts, options: FitOptions)
 
 def _checkpoint(path: Path, identity: str, sums: dict[str, Sums], done: int, seconds: float) -> None:
     tensors = {f"{part}.{name}": tensor for part, one in sums.items() for name, tensor in one.tensors.items()}
-    part = path.with_name(path.name + ".writing")
-    save_file(tensors, part, {"identity": identity, "done": str(done), "seconds": str(seconds)})
-    part.replace(path)
+    save_whole(tensors, path, {"identity": identity, "done": str(done), "seconds": str(seconds)})
 
 
 def _resume(path: Path, identity: str, sums: dict[str, Sums]) -> tuple[int, float]:

@@ -158,9 +158,7 @@ class TransferMap:
             "about": dict(self.about),
         }
         text = json.dumps(about)
-        part = path.with_name(path.name + ".writing")
-        save_file(tensors, part, {_ABOUT: text, _SUM: _digest(text, tensors)})
-        part.replace(path)
+        save_whole(tensors, path, {_ABOUT: text, _SUM: _digest(text, tensors)})
 
     @classmethod
     def load(cls, path: Path | str) -> TransferMap:
@@ -189,6 +187,13 @@ class TransferMap:
         if bad := [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
             raise TransferError(f"{path} holds numbers that are not finite, in {bad[0]}; {remedy}")
         return _from(about, tensors)
+
+
+def save_whole(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file that appears whole or not at all."""
+    part = path.with_name(path.name + ".writing")
+    save_file(tensors, part, metadata)
+    part.replace(path)
 
 
 def inputs(keys: torch.Tensor, values: torch.Tensor, layers: list[int], all_heads: bool) -> torch.Tensor:
