@@ -6,7 +6,8 @@ nearest budgets, for each prompt by itself; differences are bootstrapped over pr
 
     python benchmarks/frontier.py --prompts 24 --json results/frontier.json --plot results/frontier.png
 
-Arms on the KV of our own warming: `ours` (the first share of each document), `question` (what the question attends to
+Arms on the KV of our own warming: `ours` (the first share of each document, most of it in the one that stands first;
+below two percent, all of it there), `question` (what the question attends to
 beyond the first four, in one pass), the same with new tokens that run twice (`rerun`), and the selectors
 `CacheBlend-K`, `CacheBlend-V` (change of keys or values in the second layer, no quota), `EPIC` (first tokens of each
 chunk), `ProphetKV` (attention of the question, all layers), `AgentKVShift` (the same tokens, and their whole mean
@@ -35,6 +36,7 @@ from kvboost_rag import Engine
 from kvboost_rag.repair import Recipe
 
 TARGETS = (0.05, 0.10, 0.20)  # shares of the prompt that run
+LEAST = (0.004, 0.012)  # budgets of `ours` at which all goes to the document that stands first
 FLOORS = (4, 12, 32)  # tokens of each chunk, for arms that take a chunk's first ones
 OURS = ("ours", "question", "question, rerun")
 ISOLATED = "isolated"  # namespace of documents that were encoded alone
@@ -100,6 +102,8 @@ def arms(base: Recipe, budgets: Sequence[float]) -> Iterator[tuple[str, str, Rec
     """Every arm at every budget: name, budget, recipe."""
     first = replace(base, selector="query", mean_ratio=None)
     yield "ours", "moved", replace(first, strategy="none")
+    for ratio in LEAST:
+        yield "ours", f"first document {ratio:.1%}", replace(first, ratio=ratio, floor_tokens=0, lead_share=1.0)
     yield "ours", "first 4", replace(first, ratio=0.0)
     for ratio in budgets:
         yield "ours", f"{ratio:.0%}", replace(first, ratio=ratio)

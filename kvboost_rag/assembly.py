@@ -96,7 +96,8 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig, transfer: Transfe
     vocabulary = model.get_input_embeddings().weight.shape[0]
     encoder = PromptEncoder(tokenizer, markers=config.markers, vocabulary=vocabulary)
     identity = fingerprint(model, tokenizer, codec.name)
-    executor = Executor(runner, rope, cuts=checked is not None and checked.can_cut)
+    piece = None if tokenizer is None else encoder.piece
+    executor = Executor(runner, rope, cuts=checked is not None and checked.can_cut, piece=piece)
     checked_codec = None
     if not codec.lossless:  # before anything is opened
         checked_codec = check_codec(executor, None if tokenizer is None else encoder, config, codec, identity)
@@ -115,7 +116,7 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig, transfer: Transfe
     )
     keeper = Keeper(
         library,
-        None if tokenizer is None else BreakFinder(encoder.piece),
+        None if piece is None else BreakFinder(piece),
         config,
         codec=codec,
         shape=KVShape(spec.layers, spec.kv_heads, spec.head_dim, spec.value_dim, spec.dtype),

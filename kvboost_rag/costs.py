@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .planner import Plan
-from .repair import Recipe, Run, budgets, floors, most_whole
+from .repair import Asked, Recipe, Run, budgets, floors, most_whole, whole_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +53,30 @@ class CostModel:
         n, e = plan.prompt_tokens, plan.exact_end
         return self.move_s * e + self.pass_cost(n - e, (n + e) / 2)
 
-    def reuse(self, plan: Plan, recipe: Recipe) -> float:
-        """Seconds of the plan as it stands, what mapping the KV of another model takes left out."""
+    def reuse(self, plan: Plan, recipe: Recipe, asked: Asked | None = None) -> float:
+        """Seconds of the plan as it stands, what mapping the KV of another model takes left out.
+
+        Args:
+            plan: with its runs.
+            recipe: how they are repaired.
+            asked: what the question is about; without it, and where words alone do not tell, the most that may be
+                recomputed for its sake counts.
+        """
         n, fresh = plan.prompt_tokens, plan.tokens("compute")
         moved = plan.tokens("approximate") + plan.tokens("transferred")
         floor = sum(floors(recipe, plan.runs))
         seen = 0.6 * n
         seconds = self.plan_s + self.move_s * (moved + plan.exact_end)
+        probe = recipe.probe(plan.runs, asked)
         picked = 0
         if recipe.strategy == "selective":
             picked = sum(min(recipe.window_tokens, r.end - r.start) for r in plan.runs)
         elif recipe.strategy == "cacheblend":
-            picked = sum(budgets(recipe, plan.runs)) + most_whole(recipe, plan.runs)
-        probe = recipe.probe(plan.runs)
+            known = asked is not None and probe != "query"
+            whole = (
+                sum(map(len, whole_runs(recipe, plan.runs, None, asked))) if known else most_whole(recipe, plan.runs)
+            )
+            picked = sum(budgets(recipe, plan.runs)) + whole
         if probe == "deviation":
             seconds += self.pass_cost(moved + fresh, n / 2, share=0.1)
         elif probe == "query" and recipe.rerun:

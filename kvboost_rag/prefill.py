@@ -16,7 +16,18 @@ from .hf import cache_over
 from .kv import RequestKV, StoredRun
 from .passes import AttentionProbe
 from .planner import Plan
-from .repair import SELECTORS, Positions, Recipe, Scores, choose, floor_positions, most_whole, repeated, words_decide
+from .repair import (
+    SELECTORS,
+    Asked,
+    Positions,
+    Recipe,
+    Scores,
+    asked_about,
+    choose,
+    floor_positions,
+    most_whole,
+    says_something,
+)
 from .rope import Rope
 from .runner import ModelRunner
 
@@ -57,10 +68,20 @@ class Executor:
         runner: of the model.
         rope: its rotation; None where nothing is moved.
         cuts: whether a pass may stop at a layer and go on from there, see `SelfCheck.can_cut`.
+        piece: text of a token; without it any token counts as a word.
     """
 
-    def __init__(self, runner: ModelRunner, rope: Rope | None, *, cuts: bool = False) -> None:
+    def __init__(
+        self, runner: ModelRunner, rope: Rope | None, *, cuts: bool = False, piece: Callable[[int], str] | None = None
+    ) -> None:
         self.runner, self.rope, self.cuts = runner, rope, cuts
+        self._is_word = (lambda token: True) if piece is None else (lambda token: says_something(piece(token)))
+
+    def asked(self, ids: IntArray, plan: Plan, recipe: Recipe) -> Asked | None:
+        """What the words of the question say of a plan's runs; None where nothing depends on it."""
+        if not most_whole(recipe, plan.runs):
+            return None
+        return asked_about(ids, plan.runs, _asking(plan), self._is_word)
 
     def run(
         self,
@@ -123,18 +144,14 @@ class _Request:
         self.ids = torch.from_numpy(ids.astype(np.int64)).to(self.device)
         self.charged = 0.0
         self.model_s = 0.0
-        self.new = np.concatenate(
-            [np.empty(0, np.int64), *[np.arange(s.start, s.end) for s in plan.segments if s.kind == "compute"]]
-        )
-        self.asking = self.new[self.new >= plan.pure_until][-PROBE_ROWS:]  # what a "query" probe goes by
+        self.new = _computed(plan)
+        self.asking = _asking(plan)
         depth = self.runner.spec.layers
         self.band = range(
             min(math.floor(recipe.probe_from * depth), depth - 1), max(1, math.ceil(recipe.probe_to * depth))
         )
-        self.probe = recipe.probe(plan.runs)
-        self.repeats = repeated(ids, plan.runs, self.asking) if most_whole(recipe, plan.runs) else None
-        if self.probe == "query" and self.repeats is not None and words_decide(recipe, plan.runs, self.repeats):
-            self.probe = None
+        self.asked = executor.asked(ids, plan, recipe)
+        self.probe = recipe.probe(plan.runs, self.asked)
         self.joins = (
             executor.cuts
             and self.probe == "query"
@@ -177,7 +194,7 @@ class _Request:
         """A probe, if the recipe needs one, then one pass over everything that is to be computed."""
         new = self._leading_pass()
         scores = self._probe(new)
-        repaired = choose(self.recipe, self.plan.runs, scores, self.repeats)
+        repaired = choose(self.recipe, self.plan.runs, scores, self.asked)
         rows = np.union1d(new, repaired)
         if scores is not None:
             self._offset_from(rows, repaired)
@@ -194,7 +211,7 @@ class _Request:
         first = np.union1d(self.new, floor)
         probe = self._attention_of(self.asking, first, ends_pass=False)
         waiting = self._up_to(layer, first, probe)
-        repaired = choose(self.recipe, self.plan.runs, _mass(probe), self.repeats)
+        repaired = choose(self.recipe, self.plan.runs, _mass(probe), self.asked)
         chosen = np.setdiff1d(repaired, floor)
         rows = np.union1d(first, repaired)
         if len(chosen):
@@ -306,6 +323,18 @@ class _Request:
         if self.recipe.offset:
             floor = floor_positions(self.recipe, self.plan.runs)
             self.kv.before_write = _MeanOffset(self, rows, np.setdiff1d(repaired, floor))
+
+
+def _computed(plan: Plan) -> Positions:
+    return np.concatenate(
+        [np.empty(0, np.int64), *[np.arange(s.start, s.end) for s in plan.segments if s.kind == "compute"]]
+    )
+
+
+def _asking(plan: Plan) -> Positions:
+    """The question: what a "query" probe and words go by."""
+    new = _computed(plan)
+    return new[new >= plan.pure_until][-PROBE_ROWS:]
 
 
 def _mass(probe: AttentionProbe) -> Scores:

@@ -22,6 +22,7 @@ from .chunks import IntArray
 SHORT_TOKENS = 128  # a run of fewer is a short passage, see `Recipe.whole_asked`
 LEAD_TOKENS = 32  # beyond so many first tokens, being first makes no difference
 CLEARLY = 1.5  # times as many words of the question as the next run
+WORD_LETTERS = 4
 SEPARATOR_TOKENS = 16  # passages with no more than this between them are neighbours
 Positions: TypeAlias = npt.NDArray[np.int64]
 Scores: TypeAlias = npt.NDArray[np.float32]
@@ -47,6 +48,19 @@ class Run:
         return self.end - self.start
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """What the words of a question say of each moved run of its prompt, see `asked_about`.
+
+    Attributes:
+        repeats: how much of the question a run repeats, float32 ``(runs,)``.
+        continued: whether the run right behind it has words of the question that it lacks, bool ``(runs,)``.
+    """
+
+    repeats: Scores
+    continued: npt.NDArray[np.bool_]
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How approximate hits are repaired.
@@ -67,8 +81,9 @@ class Recipe:
         least_tokens: least tokens of each short run, of fewer than 128, to recompute beyond the floor, whatever the
             ratio.
         whole_asked: how many short runs are recomputed whole because the question is about them, each with the short
-            run right behind it. Models tell like passages apart by where they stand, which moving changes; and
-            one that leans on the passage before it ("its version is…") says of what it speaks only there.
+            run right behind it, where that has words of the question which the run itself lacks. Models tell like
+            passages apart by where they stand, which moving changes; and one that leans on the passage before it ("its
+            version is…") says of what it speaks only there.
         floor_tokens: least first tokens of each run that are always recomputed.
         window_tokens: seam window of "selective".
         probe_from, probe_to: band of layers, as shares of the depth, whose attention counts for "query"; the probe
@@ -102,11 +117,13 @@ class Recipe:
         """Whether the budget is all approximate tokens, which is a full prefill."""
         return self.strategy == "cacheblend" and self.ratio >= 1.0
 
-    def probe(self, runs: Sequence[Run]) -> ProbeKind | None:
-        """The probe that choosing tokens of these runs needs; None if none of them is to be chosen."""
+    def probe(self, runs: Sequence[Run], asked: Asked | None = None) -> ProbeKind | None:
+        """The probe that choosing tokens of these runs needs; None if none of them is to be chosen, or words choose."""
         if self.strategy != "cacheblend" or self.everything:
             return None
         probe = SELECTORS[self.selector].probe
+        if probe == "query" and asked is not None and words_decide(self, runs, asked):
+            return None
         return probe if any(budgets(self, runs)) or (probe == "query" and most_whole(self, runs)) else None
 
 
@@ -172,8 +189,8 @@ def most_whole(recipe: Recipe, runs: Sequence[Run]) -> int:
     return sum(sorted(sizes, reverse=True)[: recipe.whole_asked])
 
 
-def whole_runs(recipe: Recipe, runs: Sequence[Run], scores: Scores | None, repeats: Scores | None = None) -> list[Run]:
-    """The short runs that are recomputed whole: those that the question is about, and those right behind these.
+def whole_runs(recipe: Recipe, runs: Sequence[Run], scores: Scores | None, asked: Asked | None = None) -> list[Run]:
+    """The short runs that are recomputed whole: those that the question is about, and those that go on about it.
 
     Attention alone misses a third of them, and a question that uses other words than the passage repeats nothing of it;
     so both count, each as a share of what all runs have.
@@ -182,56 +199,68 @@ def whole_runs(recipe: Recipe, runs: Sequence[Run], scores: Scores | None, repea
         recipe: how many.
         runs: moved stretches.
         scores: attention to each position, float32 ``(prompt,)``; None, or another probe's, leaves it to words.
-        repeats: of each run, see `repeated`; None leaves it to attention.
+        asked: what words say; None leaves it to attention.
     """
-    groups, about = _groups(recipe, runs), np.zeros(len(runs))
+    groups, about = _groups(recipe, runs, asked), np.zeros(len(runs))
     if scores is not None and SELECTORS[recipe.selector].probe == "query":
         about += _shares([float(scores[run.start : run.end].sum()) for run in runs])
-    if repeats is not None:
-        about += _shares(repeats)
-    asked = [i for i in np.argsort(-about, kind="stable")[: recipe.whole_asked] if about[i] > 0]
-    return list(dict.fromkeys(run for i in asked for run in groups[i]))
+    if asked is not None:
+        about += _shares(asked.repeats)
+    first = [i for i in np.argsort(-about, kind="stable")[: recipe.whole_asked] if about[i] > 0]
+    return list(dict.fromkeys(run for i in first for run in groups[i]))
 
 
-def words_decide(recipe: Recipe, runs: Sequence[Run], repeats: Scores) -> bool:
+def words_decide(recipe: Recipe, runs: Sequence[Run], asked: Asked) -> bool:
     """Whether words choose, without a probe.
 
-    They do if all is mapped, they clearly name the run that the question is about, and it takes half of the budget.
+    They do if they clearly name what the question is about and a probe would choose nothing else, or, of mapped runs,
+    no more than half of their budget.
     """
-    if SELECTORS[recipe.selector].probe != "query" or not all(run.mapped for run in runs):
+    spare = budgets(recipe, runs)
+    if any(n for n, run in zip(spare, runs, strict=True) if not run.mapped):
         return False
-    whole = sum(map(len, whole_runs(recipe, runs, None, repeats)))
-    ranked = [*np.sort(repeats)[::-1], 0.0, 0.0]
+    ranked = [*np.sort(asked.repeats)[::-1], 0.0, 0.0]
     count = min(recipe.whole_asked, len(runs))
     clearly = count > 0 and ranked[count - 1] > CLEARLY * ranked[count]
-    return bool(clearly) and 2 * whole >= sum(budgets(recipe, runs))
+    return bool(clearly) and 2 * sum(map(len, whole_runs(recipe, runs, None, asked))) >= sum(spare)
 
 
-def repeated(ids: IntArray, runs: Sequence[Run], asking: Positions) -> Scores:
-    """How much of what is asked each run repeats: tokens in common, those that few runs hold counting more.
+def asked_about(ids: IntArray, runs: Sequence[Run], asking: Positions, is_word: Callable[[int], bool]) -> Asked:
+    """What the words of a question say of each run.
 
     Args:
         ids: the prompt.
         runs: moved stretches of it.
         asking: positions of the question.
-
-    Returns:
-        float32 ``(runs,)``.
+        is_word: whether a token says something by itself, see `says_something`.
     """
-    asked = np.unique(ids[asking])
-    held = np.zeros((len(runs), len(asked)), np.float32)
+    words = np.unique(ids[asking])
+    held = np.zeros((len(runs), len(words)), np.float32)
     for row, run in zip(held, runs, strict=True):
-        row[:] = np.isin(asked, ids[run.start : run.end])
-    return held @ (1 / np.maximum(held.sum(0), 1) ** 2)  # type: ignore[no-any-return]
+        row[:] = np.isin(words, ids[run.start : run.end])
+    # What few runs hold counts more: a word that all of them hold names none.
+    repeats = held @ (1 / np.maximum(held.sum(0), 1) ** 2)
+    more = held[1:] > held[:-1]
+    says = np.zeros(len(words), bool)
+    said_more = np.flatnonzero(more.any(0))
+    says[said_more] = [is_word(int(words[i])) for i in said_more]
+    return Asked(repeats, np.append((more & says).any(1), [False] * min(len(runs), 1)))
 
 
-def _groups(recipe: Recipe, runs: Sequence[Run]) -> list[list[Run]]:
+def says_something(piece: str) -> bool:
+    """Whether a token's text is more than a particle or a mark: four letters, or one that ASCII lacks."""
+    letters = [c for c in piece if c.isalpha()]
+    return len(letters) >= WORD_LETTERS or any(not c.isascii() for c in letters)
+
+
+def _groups(recipe: Recipe, runs: Sequence[Run], asked: Asked | None = None) -> list[list[Run]]:
     """What is recomputed if the question is about a run: itself and the one right behind it, as far as they are short.
 
-    Of mapped runs, in which everything is off, also one that the budget pays for.
+    Where it is known what is asked, the one behind only if it goes on about it. Of mapped runs, in which everything is
+    off, also one that the budget pays for.
     """
     paid = sum(n for n, run in zip(budgets(recipe, runs), runs, strict=True) if run.mapped)
-    behind = [runs[i + 1 : i + 2] for i in range(len(runs))]
+    behind = [runs[i + 1 : i + 2] if asked is None or asked.continued[i] else () for i in range(len(runs))]
     return [
         [one for one in (run, *(other for other in after if _neighbours(run, other))) if len(one) < SHORT_TOKENS]
         or ([run] if run.mapped and len(run) <= paid else [])
@@ -260,14 +289,14 @@ def _mean_ratio(recipe: Recipe) -> float:
     return recipe.ratio if recipe.mean_ratio is None else recipe.mean_ratio
 
 
-def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None, repeats: Scores | None = None) -> Positions:
+def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None, asked: Asked | None = None) -> Positions:
     """All positions of ``runs`` to recompute, ascending and unique.
 
     Args:
         recipe: the strategy.
         runs: moved stretches of the prompt.
         scores: what the recipe's probe saw, float32 ``(prompt,)``; None if it needs no probe.
-        repeats: of the question by each run, see `repeated`.
+        asked: what words say the question is about.
     """
     if recipe.strategy == "none" or not runs:
         return np.empty(0, np.int64)
@@ -276,7 +305,7 @@ def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None, repeats: 
     floor = floor_positions(recipe, runs)
     if recipe.strategy == "selective":
         return _join([floor, seam_positions(runs, recipe.window_tokens)])
-    whole = whole_runs(recipe, runs, scores, repeats)
+    whole = whole_runs(recipe, runs, scores, asked)
     sure = _join([floor, *(np.arange(run.start, run.end) for run in whole)])
     if scores is None:
         return sure

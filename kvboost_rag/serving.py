@@ -297,7 +297,7 @@ class Serving:
         if request.reuse == "exact":
             lost = self._no_exact if self._lossy and match.exact else None
             return without_approximate(full), request.narrowed or lost, gaps(n, match.hits)
-        if full.runs and (too_dear := self._fallback(full, recipe)) is not None:
+        if full.runs and (too_dear := self._fallback(request, full, recipe)) is not None:
             return without_approximate(full), too_dear, gaps(n, match.hits)
         return full, None, gaps(n, (*match.hits, *mapped.approximate))
 
@@ -311,10 +311,11 @@ class Serving:
     def _no_exact(self) -> Fallback:
         return Fallback("codec", f"nothing stored with kv_bits={self._config.kv_bits!r} is exact")
 
-    def _fallback(self, plan: Plan, recipe: Recipe) -> Fallback | None:
+    def _fallback(self, request: Request, plan: Plan, recipe: Recipe) -> Fallback | None:
         if self.costs is None or not self._config.fallback:
             return None
-        reuse = self.costs.reuse(plan, recipe) + self._library.loading_s(plan.keys)
+        asked = self._executor.asked(request.ids, plan, recipe)
+        reuse = self.costs.reuse(plan, recipe, asked) + self._library.loading_s(plan.keys)
         if self._bridge is not None:
             reuse += self._bridge.seconds(plan)
         compute = self.costs.compute(plan) + self._library.loading_s(without_approximate(plan).keys)

@@ -213,8 +213,9 @@ def test_so_many_short_passages_are_recomputed_whole(count: int) -> None:
     engine.warm(DOCUMENTS)
     found = engine.prefill(REORDERED)
     runs = [len(run) for run in found.plan.runs]
-    pairs = [runs[i : i + 2] for i in range(len(runs))]  # one that is asked about, and the one right behind it
-    wholes = {0: [[]], 1: pairs, 9: [runs]}[count]
+    # One that is asked about, and the one right behind it if it goes on about it.
+    asked = [runs[i : i + length] for i in range(len(runs)) for length in (1, 2)]
+    wholes = {0: [[]], 1: asked, 9: [runs]}[count]
     assert found.usage.repaired_tokens in {sum(whole) + 4 * (len(runs) - len(whole)) for whole in wholes}
 
 
