@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
+from .bench_command import bench
 from .config import EngineConfig, KVBits, Reuse
 from .engine import Engine
 from .errors import KVBoostError, MissingExtraError, UnsupportedModelError
@@ -16,7 +17,13 @@ from .transfer_command import transfer
 from .warm_command import warm
 
 COMMANDS = "kvboost_rag.commands"  # group of entry points; each takes a list of arguments and returns an exit status
-OWN: dict[str, Callable[[list[str]], int]] = {"warm": warm, "store": store, "trace": trace, "transfer": transfer}
+OWN: dict[str, Callable[[list[str]], int]] = {
+    "warm": warm,
+    "bench": bench,
+    "store": store,
+    "trace": trace,
+    "transfer": transfer,
+}
 CODECS: tuple[KVBits, ...] = (8, "8/4", 4)
 MODES: tuple[Reuse, ...] = ("approximate", "exact", "off")
 
@@ -30,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     check = commands.add_parser("check", help="load a model, verify it, and say how it can be served")
     check.add_argument("model", help="Hugging Face id or folder")
     commands.add_parser("warm", help="compute and store the KV of a folder of documents", add_help=False)
+    commands.add_parser("bench", help="measure speed and fidelity on a model and documents of your own", add_help=False)
     commands.add_parser("store", help="look at, check and mend a folder of stored KV", add_help=False)
     commands.add_parser("trace", help="say what a log of prompts would gain; replay or make traces", add_help=False)
     commands.add_parser("transfer", help="map the KV of one model into that of another of its family", add_help=False)

@@ -41,8 +41,8 @@ class EngineConfig:
         repair_least_tokens: least tokens of each moved run of fewer than 128 that "cacheblend" recomputes beyond the
             floor, whatever the ratio.
         repair_whole_passages: so many moved runs of fewer than 128 tokens "cacheblend" recomputes whole, whatever the
-            ratio: those that the question is about, each with the short one right behind it, which may lean on it
-            (docs/accuracy.md).
+            ratio: those that the question is about, each with the short one right behind it if that has words of the
+            question which it lacks (docs/accuracy.md).
         floor_tokens: first tokens of each moved run that are always recomputed.
         window_tokens: width of the seam window of "selective".
         chunking: where stored runs are cut: every `chunk_tokens` ("fixed"), at the sentence or paragraph end

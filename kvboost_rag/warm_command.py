@@ -20,7 +20,7 @@ from .store_command import bytes_of, text_of
 
 PATTERNS = ("*.txt", "*.md", "*.rst")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_BITS = {"16": 16, "8": 8, "4": 4, "8/4": "8/4"}
+BITS = {"16": 16, "8": 8, "4": 4, "8/4": "8/4"}
 
 
 def warm(arguments: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--context", default="", help="text that prompts have in front of their first document")
     parser.add_argument("--budget", default="16G", help="bytes that the store may take, like 500M or 16G")
-    parser.add_argument("--kv-bits", choices=list(_BITS), default="16", help="see EngineConfig.kv_bits")
+    parser.add_argument("--kv-bits", choices=list(BITS), default="16", help="see EngineConfig.kv_bits")
     parser.add_argument("--reuse", choices=["approximate", "exact"], default="approximate")
     parser.add_argument("--ttl-s", type=float, help="seconds after which they are used no more")
     parser.add_argument("--dtype", default="auto", help="torch dtype of the model")
@@ -70,7 +70,7 @@ def _run(options: argparse.Namespace) -> int:
         selector="query",  # nothing is repaired here, so there is nothing to calibrate
         disk_path=options.store,
         disk_budget_bytes=bytes_of(options.budget),
-        kv_bits=_BITS[options.kv_bits],  # type: ignore[arg-type]
+        kv_bits=BITS[options.kv_bits],  # type: ignore[arg-type]
         ttl_s=options.ttl_s,
         namespace=options.namespace,
     )
