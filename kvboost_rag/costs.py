@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .planner import Plan
-from .repair import Asked, Recipe, Run, budgets, floors, most_whole, whole_runs
+from .repair import Asked, Recipe, Run, budgets, expected, floors
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +64,14 @@ class CostModel:
         """
         n, fresh = plan.prompt_tokens, plan.tokens("compute")
         moved = plan.tokens("approximate") + plan.tokens("transferred")
-        floor = sum(floors(recipe, plan.runs))
         seen = 0.6 * n
         seconds = self.plan_s + self.move_s * (moved + plan.exact_end)
         probe = recipe.probe(plan.runs, asked)
-        picked = 0
-        if recipe.strategy == "selective":
-            picked = sum(min(recipe.window_tokens, r.end - r.start) for r in plan.runs)
-        elif recipe.strategy == "cacheblend":
-            known = asked is not None and probe != "query"
-            whole = (
-                sum(map(len, whole_runs(recipe, plan.runs, None, asked))) if known else most_whole(recipe, plan.runs)
-            )
-            picked = sum(budgets(recipe, plan.runs)) + whole
         if probe == "deviation":
             seconds += self.pass_cost(moved + fresh, n / 2, share=0.1)
         elif probe == "query" and recipe.rerun:
             seconds += self.pass_cost(min(fresh, 128), seen, share=recipe.probe_to)
         elif probe == "query":
             seconds += self.pass_s  # of the tokens that catch up
-        rows = min(fresh + floor + picked, n - plan.exact_end)
+        rows = min(fresh + expected(recipe, plan.runs, asked), n - plan.exact_end)
         return seconds + self.pass_cost(rows, seen)

@@ -289,6 +289,21 @@ def _mean_ratio(recipe: Recipe) -> float:
     return recipe.ratio if recipe.mean_ratio is None else recipe.mean_ratio
 
 
+def expected(recipe: Recipe, runs: Sequence[Run], asked: Asked | None = None) -> int:
+    """About how many tokens of these runs are recomputed.
+
+    Of runs that are recomputed whole, those that words tell count; where these do not, the most that there may be.
+    """
+    count = sum(floors(recipe, runs))
+    if recipe.strategy == "selective":
+        count += sum(min(recipe.window_tokens, len(run)) for run in runs)
+    elif recipe.strategy == "cacheblend":
+        known = asked is not None and recipe.probe(runs, asked) != "query"
+        whole = sum(map(len, whole_runs(recipe, runs, None, asked))) if known else most_whole(recipe, runs)
+        count += sum(budgets(recipe, runs)) + whole
+    return min(count, sum(map(len, runs)))
+
+
 def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None, asked: Asked | None = None) -> Positions:
     """All positions of ``runs`` to recompute, ascending and unique.
 

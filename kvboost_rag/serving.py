@@ -24,7 +24,7 @@ from .kv import Cancelled, StoredRun
 from .library import Library, Match
 from .planner import Plan, gaps, make_plan, without_approximate
 from .prefill import Executed, Executor
-from .repair import Recipe
+from .repair import Recipe, expected
 from .request import Request
 from .runner import ModelRunner
 from .scheduler import Turn
@@ -326,7 +326,7 @@ class Serving:
         )
 
     def _execute(self, request: Request, plan: Plan, chunks: Any, room: int, recipe: Recipe) -> tuple[Executed, float]:
-        turn = Turn(plan.tokens("compute") + sum(map(len, plan.runs)) * recipe.ratio, request.cancel)
+        turn = Turn(float(plan.tokens("compute") + expected(recipe, plan.runs)), request.cancel)
         with self._runner.scheduler.turn(turn):
             executed = self._executor.run(request.ids, plan, chunks, recipe, room=room, cancelled=request.cancel.is_set)
         # The passes were timed from outside; what they waited for others is no work of theirs.

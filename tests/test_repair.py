@@ -20,6 +20,7 @@ from kvboost_rag.repair import (
     asked_about,
     budgets,
     choose,
+    expected,
     floor_positions,
     floors,
     most_whole,
@@ -325,3 +326,24 @@ def test_a_mean_of_several_histories_has_a_budget_of_its_own() -> None:
     assert floors(Recipe(strategy="none"), runs) == [0, 0, 0]
     assert floors(Recipe(strategy="selective"), runs) == [4, 4, 4]
     assert choose(first, [runs[1]], None).tolist() == list(range(300, 330))
+
+
+@settings(max_examples=100, deadline=None)
+@given(_runs(), SCORES, RATIOS, st.sampled_from(get_args(Repair)))
+def test_as_many_tokens_are_expected_as_may_be_chosen(
+    runs: list[Run], scores: Scores, ratio: float, strategy: Repair
+) -> None:
+    recipe = Recipe(strategy=strategy, ratio=ratio)
+    assert len(choose(recipe, runs, scores)) <= expected(recipe, runs) <= len(_inside(runs))
+
+
+def test_what_words_name_is_expected_and_no_more() -> None:
+    runs = [Run(10, 70, mean=True), Run(72, 130, mean=True), Run(132, 400, mean=True)]
+    recipe = Recipe(ratio=0.0, mean_ratio=0.0)
+    named = _named(0.2, 1.0, 0.1, continued=False)
+    assert expected(recipe, runs) == 60 + 58 + 3 * 4
+    assert expected(recipe, runs, named) == 58 + 3 * 4
+    assert len(choose(recipe, runs, None, named)) == 58 + 2 * 4
+    assert expected(recipe, runs, _named(1.0, 1.0, 0.1)) == 60 + 58 + 3 * 4  # words do not tell
+    assert expected(Recipe(strategy="selective"), runs) == 3 * (4 + 16)
+    assert expected(Recipe(strategy="none"), runs) == 0
