@@ -236,8 +236,11 @@ def asked_about(ids: IntArray, runs: Sequence[Run], asking: Positions, is_word: 
     """
     words = np.unique(ids[asking])
     held = np.zeros((len(runs), len(words)), np.float32)
-    for row, run in zip(held, runs, strict=True):
-        row[:] = np.isin(words, ids[run.start : run.end])
+    if len(words):
+        which = np.minimum(np.searchsorted(words, ids), len(words) - 1)
+        known = words[which] == ids
+        for row, run in zip(held, runs, strict=True):
+            row[which[run.start : run.end][known[run.start : run.end]]] = 1
     # What few runs hold counts more: a word that all of them hold names none.
     repeats = held @ (1 / np.maximum(held.sum(0), 1) ** 2)
     more = held[1:] > held[:-1]

@@ -250,6 +250,23 @@ def test_what_a_question_names_counts_as_much_as_what_it_attends_to() -> None:
     assert whole_runs(Recipe(), runs, scores, nothing) == runs[:1]
     none = asked_about(ids, [], np.array([260]), lambda token: True)
     assert (none.repeats.tolist(), none.continued.tolist()) == ([], [])
+    unasked = asked_about(ids, runs, np.empty(0, np.int64), lambda token: True)
+    assert (unasked.repeats.tolist(), unasked.continued.tolist()) == ([0.0] * 4, [False] * 4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_runs(), st.integers(0, 2**32 - 1), st.integers(1, 40))
+def test_words_are_counted_as_sets_would(runs: list[Run], seed: int, vocabulary: int) -> None:
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, vocabulary, PROMPT).astype(np.int32)
+    asking = np.arange(PROMPT - 20, PROMPT)
+    asked = asked_about(ids, runs, asking, lambda token: token % 2 == 0)
+    words = set(ids[asking].tolist())
+    held = [words & set(ids[run.start : run.end].tolist()) for run in runs]
+    for i, own in enumerate(held):
+        behind = held[i + 1] if i + 1 < len(runs) else set[int]()
+        assert asked.repeats[i] == pytest.approx(sum(1 / sum(w in other for other in held) ** 2 for w in own))
+        assert asked.continued[i] == any(word % 2 == 0 for word in behind - own)
 
 
 def test_what_stands_behind_is_recomputed_only_where_it_goes_on_about_what_is_asked() -> None:
