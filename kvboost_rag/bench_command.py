@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import sys
 from collections import defaultdict
@@ -21,7 +22,7 @@ import torch
 
 from .config import EngineConfig
 from .engine import Engine, Prompt
-from .errors import ConfigError, KVBoostError
+from .errors import ConfigError, ContextOverflowError, KVBoostError
 from .hf import cache_argument
 from .progress import progress
 from .stats import Prefill
@@ -34,6 +35,7 @@ PREAMBLES = (
 )
 QUESTION = "What does the passage say that begins with “{words}”? Answer in one or two sentences."
 SHOWN_WORDS = 8
+SENTENCES = re.compile(r"(?<=[.!?])(?=\s)|(?<=[。！？])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ def _run(options: argparse.Namespace) -> int:
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be 1 or more")
     check_dtype(options.dtype)
+    if options.json and not options.json.parent.is_dir():  # said now, not when everything is measured
+        raise ConfigError(f"--json is {options.json}, but there is no folder {options.json.parent}; make it first")
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in documents_in(options.folder, options.glob)]
     config = EngineConfig(
         store_prompts=False,
@@ -116,7 +120,10 @@ def _run(options: argparse.Namespace) -> int:
                 "text, or lower --passages or --passage-tokens"
             )
         warmed = engine.warm(pool, show_progress=True)
-        rows = list(measure(engine, pool, options))
+        try:
+            rows = list(measure(engine, pool, options))
+        except ContextOverflowError as error:
+            raise ConfigError(f"{error}; here: lower --passages or --passage-tokens") from error
     summary = summarise(rows)
     print(
         f"{options.model}: {warmed.tokens} tokens in {len(pool)} passages warmed in {warmed.seconds:.1f} s; "
@@ -135,22 +142,34 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def passages(engine: Engine, texts: Sequence[str], most_tokens: int, count: int, rng: random.Random) -> list[str]:
-    """Different passages of whole lines, of at most so many tokens and at least a third of that, drawn from texts."""
+    """Different passages of whole lines, or sentences of lines that are too long, drawn from texts.
+
+    A passage has at most ``most_tokens`` tokens and at least a third of that; what fits into none is left out.
+    """
     found: dict[str, None] = {}
     for text in texts:
         kept: list[str] = []
         tokens = 0
-        for line in (*text.splitlines(keepends=True), None):
-            size = 0 if line is None else len(engine.tokenize(line))
-            if kept and (line is None or tokens + size > most_tokens):
-                if 3 * tokens >= most_tokens and tokens <= most_tokens:
+        for unit, size in (*_units(engine, text, most_tokens), ("", most_tokens)):
+            if kept and tokens + size > most_tokens:
+                if most_tokens <= 3 * tokens:
                     found["".join(kept).strip()] = None
                 kept, tokens = [], 0
-            if line is not None and (line.strip() or kept):
-                kept.append(line)
+            if size <= most_tokens and (unit.strip() or kept):
+                kept.append(unit)
                 tokens += size
     pool = list(found)
     return pool if len(pool) <= count else rng.sample(pool, count)
+
+
+def _units(engine: Engine, text: str, most_tokens: int) -> Iterator[tuple[str, int]]:
+    """Lines, or the sentences of long ones, and how many tokens each has."""
+    for line in text.splitlines(keepends=True):
+        size = len(engine.tokenize(line))
+        if size <= most_tokens:
+            yield line, size
+        else:
+            yield from ((part, len(engine.tokenize(part))) for part in SENTENCES.split(line) if part)
 
 
 def measure(engine: Engine, pool: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:

@@ -104,6 +104,8 @@ def test_the_command_loads_measures_and_reports(
         (["--glob", "*.pdf"], "holds no file like *.pdf"),
         (["--dtype", "int4"], "--dtype is 'int4'"),
         (["--repair-ratio", "7"], "repair_ratio"),
+        (["--json", "no/such/folder/x.json"], "there is no folder no/such/folder"),
+        (["--passages", "30", "--passage-tokens", "60"], "lower --passages or --passage-tokens"),
     ],
 )
 def test_what_cannot_be_measured_is_said(
@@ -123,7 +125,13 @@ def test_passages_are_different_whole_lines_of_bounded_size(engine: Engine) -> N
         assert len(engine.tokenize(passage)) <= 60 + 2
     assert len(passages(engine, [TEXT], 60, 3, rng)) == 3
     assert passages(engine, ["", "\n\n"], 60, 3, rng) == []
-    assert passages(engine, [text(1, 200).replace("\n", " ")], 60, 3, rng) == []
+    one_line = " ".join(TEXT.split())
+    by_sentence = passages(engine, [one_line], 60, 100, rng)
+    assert len(by_sentence) > 5
+    for passage in by_sentence:
+        assert passage in one_line
+        assert passage.endswith(".")
+    assert passages(engine, ["word " * 400], 60, 3, rng) == []
 
 
 def test_a_model_without_a_chat_template_gets_a_string() -> None:
