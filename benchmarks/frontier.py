@@ -2,18 +2,17 @@
 
 Each arm is run at several budgets on the same prompts, interleaved prompt by prompt, each along the answer that full
 recompute gives (`fidelity.py`). An arm's value at a share of the compute is read off the straight line between its two
-nearest budgets, for each prompt by itself; differences are bootstrapped over prompts, in pairs.
+nearest budgets; differences are bootstrapped over prompts, in pairs.
 
     python benchmarks/frontier.py --prompts 24 --json results/frontier.json --plot results/frontier.png
 
 Arms on the KV of our own warming: `ours` (the first share of each document, most of it in the one that stands first;
-below two percent, all of it there), `question` (what the question attends to
-beyond the first four, in one pass), the same with new tokens that run twice (`rerun`), and the selectors
-`CacheBlend-K`, `CacheBlend-V` (change of keys or values in the second layer, no quota), `EPIC` (first tokens of each
-chunk), `ProphetKV` (attention of the question, all layers), `AgentKVShift` (the same tokens, and their whole mean
-change added to the rest of a chunk). The same selectors `as published` work on documents that were encoded alone. All
-are re-implemented from their papers. `charged` counts every token that ran, each pass by its share of the layers,
-probes included.
+below two percent, all of it there), `question` (what the question attends to beyond the first four, in one pass), the
+same with new tokens that run twice (`rerun`), and the selectors `CacheBlend-K`, `CacheBlend-V` (change of keys or
+values in the second layer, no quota), `EPIC` (first tokens of each chunk), `ProphetKV` (attention of the question, all
+layers), `AgentKVShift` (the same tokens, and their whole mean change added to the rest of a chunk). The same selectors
+`as published` work on documents that were encoded alone. All are re-implemented from their papers. `charged` counts
+every token that ran, each pass by its share of the layers, probes included.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from common import bar, count_tokens, default_model, ingest, load_engine, machine, markdown, write
 from fidelity import comparison, controls
 from workload import Item, items, passages, sample
@@ -104,7 +104,6 @@ def arms(base: Recipe, budgets: Sequence[float]) -> Iterator[tuple[str, str, Rec
     yield "ours", "moved", replace(first, strategy="none")
     for ratio in LEAST:
         yield "ours", f"first document {ratio:.1%}", replace(first, ratio=ratio, floor_tokens=0, lead_share=1.0)
-    yield "ours", "first 4", replace(first, ratio=0.0)
     for ratio in budgets:
         yield "ours", f"{ratio:.0%}", replace(first, ratio=ratio)
         yield "question", f"{ratio:.0%}", replace(first, ratio=ratio, mean_first=False)
@@ -152,10 +151,7 @@ def at_targets(rows: Sequence[Mapping[str, Any]], *, draws: int = 2000) -> list[
     nothing_kl = np.array([group[0]["kl"] for group in nothing])
     names = list(dict.fromkeys(row["arm"] for row in rows if row["budget"]))
     curves = {name: _by_prompt([row for row in rows if row["arm"] == name]) for name in names}
-    values = {
-        name: {target: np.array([kl_at(group, target) for group in curve]) for target in TARGETS}
-        for name, curve in curves.items()
-    }
+    values = {name: {target: kl_at(curve, target) for target in TARGETS} for name, curve in curves.items()}
     best = {target: _best(values, target, nothing_kl) for target in TARGETS}
     rng = np.random.default_rng(0)
     samples = rng.integers(0, len(nothing_kl), (draws, len(nothing_kl)))
@@ -176,16 +172,22 @@ def at_targets(rows: Sequence[Mapping[str, Any]], *, draws: int = 2000) -> list[
     return made
 
 
-def kl_at(group: Sequence[Mapping[str, Any]], target: float) -> float:
-    """KL of one prompt at a share of the compute: on the line between the nearest budgets, NaN below the least.
+def kl_at(curve: Sequence[Sequence[Mapping[str, Any]]], target: float) -> npt.NDArray[np.float64]:
+    """KL of each prompt at a share of the compute, NaN below the least.
 
-    A spare budget need not be spent: beyond the largest, it is the value there.
+    The share is that of all prompts together: each prompt's KL is taken on the line between the budgets that run more
+    and less than it on average. A spare budget need not be spent: beyond the largest, it is the value there.
+
+    Args:
+        curve: rows of an arm for each prompt, its budgets in the same order.
+        target: share of the prompts' tokens that run.
     """
-    known = sorted((row["charged"], row["kl"]) for row in group)
-    shares, values = [share for share, _ in known], [value for _, value in known]
-    if target < shares[0]:
-        return float("nan")
-    return float(np.interp(target, shares, values))
+    charged = np.array([[row["charged"] for row in group] for group in curve]).mean(0)
+    kl = np.array([[row["kl"] for row in group] for group in curve])
+    order = np.argsort(charged)
+    if target < charged[order[0]]:
+        return np.full(len(curve), np.nan)
+    return np.array([np.interp(target, charged[order], one[order]) for one in kl])
 
 
 def _best(values: Mapping[str, Mapping[float, Any]], target: float, nothing_kl: Any) -> str | None:
