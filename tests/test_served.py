@@ -213,3 +213,52 @@ def test_what_another_recipe_repaired_in_the_meantime_is_not_kept() -> None:
     engine.recipe = Recipe(ratio=1.0)
     list(stream)
     assert served_of(engine) == []
+
+
+NAMES = ("QWXZ", "JKVB", "YFHP", "UIOE")  # no word of the texts has these letters
+
+
+def named_engine() -> tuple[Engine, list[int]]:
+    """An engine that has served a prompt of four short documents, each of which has a name; and that prompt."""
+    engine = engine_of(repair_whole_passages=1)
+    documents = [f"{name}. {document}" for name, document in zip(NAMES, DOCUMENTS, strict=True)]
+    engine.warm(documents)
+    first = engine.tokenize(prompt_of(documents[::-1]))
+    assert len(engine.prefill(first).plan.runs) == 4
+    return engine, first
+
+
+def test_a_short_passage_that_the_next_question_names_is_computed_again() -> None:
+    engine, first = named_engine()
+    again = engine.prefill(first, store=False)
+    assert not again.plan.runs  # as it was served
+    question = engine.tokenize(f" {NAMES[1]}")
+    found = engine.prefill([*first, *question])
+    begin, end = next((s.start, s.end) for s in found.plan.segments if s.kind == "compute" and s.start > 20)
+    assert engine.tokenizer.decode(first[begin:end]).startswith("JKVB")
+    settled = [segment for segment in found.plan.segments if segment.settled]
+    assert len(settled) == 2  # in front of it and behind it
+    assert found.usage.repaired_tokens == 0
+    assert found.usage.computed_tokens <= end - begin + len(question) + 1
+    for layer in range(len(found.cache.layers)):  # all else is as it was served
+        mine, old = found.cache.layers[layer].keys, again.cache.layers[layer].keys
+        assert torch.equal(mine[:, :, :begin], old[:, :, :begin])
+        assert layer == 0 or not torch.equal(mine[:, :, begin:end], old[:, :, begin:end])
+        assert torch.equal(mine[:, :, end : len(first) - 1], old[:, :, end : len(first) - 1])
+
+
+def test_a_question_that_names_no_passage_goes_on_from_what_was_served() -> None:
+    engine, first = named_engine()
+    for question in ([], engine.tokenize("??")):
+        found = engine.prefill([*first, *question])
+        assert found.usage.computed_tokens <= len(question) + 1
+
+
+def test_long_passages_in_a_served_prompt_are_left_as_they_are() -> None:
+    documents = [text(seed, 130) for seed in (320, 321)]
+    engine = engine_of(repair_whole_passages=1)
+    engine.warm(documents)
+    first = engine.tokenize(prompt_of(documents[::-1]))
+    engine.prefill(first)
+    question = engine.tokenize(documents[0])[8:20]
+    assert engine.prefill([*first, *question]).usage.computed_tokens <= len(question) + 1
