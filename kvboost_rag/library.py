@@ -30,7 +30,7 @@ class Match:
         served: hit behind them that continues a prompt as it was served, which needs no repair.
         approximate: hits in the rest.
         headers: of every chunk that is hit, by key.
-        within: hits inside of `served`, which do not serve; they say where passages lie in it.
+        within: hits of warmed documents inside of `served`; they do not serve, but say where passages lie in it.
     """
 
     exact: tuple[Hit, ...]
@@ -110,10 +110,12 @@ class Library:
             end = exact[-1].end if exact else 0
             served = self._continued(scope, ids, end) if approximate else None
             runs = self._index.match_runs(scope, ids, served.end if served else end) if approximate else ()
-            within = () if served is None else self._index.match_runs(scope, ids[: served.end], end)
-            match = Match(exact, served, runs, {}, within)
-            found = {hit.key: self._index.get(hit.key) for hit in (*match.hits, *within)}
-        match.headers.update((key, header) for key, header in found.items() if header is not None)
+            inside = () if served is None else self._index.match_runs(scope, ids[: served.end], end)
+            found = {hit.key: self._index.get(hit.key) for hit in (*Match(exact, served, runs, {}).hits, *inside)}
+        headers = {key: header for key, header in found.items() if header is not None}
+        # What was said in earlier turns repeats more of a question than any document does, so it is none of these.
+        within = tuple(hit for hit in inside if hit.key in headers and headers[hit.key].origin == "warm")
+        match = Match(exact, served, runs, headers, within)
         return match if token_s is None else self._without_slow(match, token_s)
 
     def _without_slow(self, match: Match, token_s: float) -> Match:

@@ -247,6 +247,16 @@ def test_a_short_passage_that_the_next_question_names_is_computed_again() -> Non
         assert torch.equal(mine[:, :, end : len(first) - 1], old[:, :, end : len(first) - 1])
 
 
+def test_what_was_said_before_is_no_passage_that_a_question_names() -> None:
+    engine, first = named_engine()
+    said = engine.tokenize(f" Which river flows through {NAMES[2]}, and which lake is near? {MORE}")
+    engine.prefill([*first, *said])
+    found = engine.prefill([*first, *said, *engine.tokenize(f" Which river flows through {NAMES[1]}?")])
+    computed = [s for s in found.plan.segments if s.kind == "compute" and 20 < s.start < len(first)]
+    assert computed
+    assert engine.tokenizer.decode(first[computed[0].start : computed[0].end]).startswith(NAMES[1])
+
+
 def test_a_question_that_names_no_passage_goes_on_from_what_was_served() -> None:
     engine, first = named_engine()
     for question in ([], engine.tokenize("??")):
