@@ -30,14 +30,12 @@ class Match:
         served: hit behind them that continues a prompt as it was served, which needs no repair.
         approximate: hits in the rest.
         headers: of every chunk that is hit, by key.
-        within: hits of warmed documents inside of `served`; they do not serve, but say where passages lie in it.
     """
 
     exact: tuple[Hit, ...]
     served: Hit | None
     approximate: tuple[Hit, ...]
     headers: dict[str, ChunkHeader]
-    within: tuple[Hit, ...] = ()
 
     @property
     def hits(self) -> tuple[Hit, ...]:
@@ -48,8 +46,7 @@ class Match:
         """What is left if some chunks may not be used."""
         exact = tuple(itertools.takewhile(lambda hit: hit.key not in keys, self.exact))
         served = None if self.served is None or len(exact) < len(self.exact) else self.served
-        approximate = tuple(hit for hit in self.approximate if hit.key not in keys)
-        return Match(exact, served, approximate, self.headers, self.within if served else ())
+        return Match(exact, served, tuple(hit for hit in self.approximate if hit.key not in keys), self.headers)
 
 
 class Library:
@@ -110,16 +107,13 @@ class Library:
             end = exact[-1].end if exact else 0
             served = self._continued(scope, ids, end) if approximate else None
             runs = self._index.match_runs(scope, ids, served.end if served else end) if approximate else ()
-            inside = () if served is None else self._index.match_runs(scope, ids[: served.end], end)
-            found = {hit.key: self._index.get(hit.key) for hit in (*Match(exact, served, runs, {}).hits, *inside)}
-        headers = {key: header for key, header in found.items() if header is not None}
-        # What was said in earlier turns repeats more of a question than any document does, so it is none of these.
-        within = tuple(hit for hit in inside if hit.key in headers and headers[hit.key].origin == "warm")
-        match = Match(exact, served, runs, headers, within)
+            match = Match(exact, served, runs, {})
+            found = {hit.key: self._index.get(hit.key) for hit in match.hits}
+        match.headers.update((key, header) for key, header in found.items() if header is not None)
         return match if token_s is None else self._without_slow(match, token_s)
 
     def _without_slow(self, match: Match, token_s: float) -> Match:
-        far = {hit.key for hit in match.hits if not self._store.in_ram(hit.key)}
+        far = {key for key in match.headers if not self._store.in_ram(key)}
         tokens = sum(hit.length for hit in match.hits if hit.key in far)
         return match.without(far) if self.loading_s(far) > token_s * tokens else match
 

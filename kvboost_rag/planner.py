@@ -99,7 +99,6 @@ def make_plan(
     headers: Mapping[str, ChunkHeader] | None = None,
     served: Hit | None = None,
     *,
-    again: Sequence[tuple[int, int]] = (),
     transferred: Sequence[Hit] = (),
     lossy: bool = False,
 ) -> Plan:
@@ -111,7 +110,6 @@ def make_plan(
         approximate: hits behind these, ascending, not overlapping.
         headers: of all approximate and transferred hits.
         served: hit from e on that is not repaired again.
-        again: stretches of it that are computed nevertheless, ascending.
         transferred: hits on chunks of another model, where no other hit is.
         lossy: whether chunks lost something when they were stored, so that no hit is exact.
     """
@@ -124,13 +122,8 @@ def make_plan(
                 Segment("approximate", *where, settled=True, lossy=True) if lossy else Segment("exact", *where)
             )
     if served is not None and served.start < last:
-        at, end = served.start, min(served.end, last)
-        for start, until in (*again, (end, end)):
-            if at < min(start, end):
-                _fill(segments, at)
-                where = (at, min(start, end), served.key, served.offset + at - served.start)
-                segments.append(Segment("approximate", *where, settled=True))
-            at = until
+        end = min(served.end, last)
+        segments.append(Segment("approximate", served.start, end, served.key, served.offset, settled=True))
     changed: list[tuple[Hit, Kind]] = [(hit, "approximate") for hit in approximate]
     changed += [(hit, "transferred") for hit in transferred]
     for hit, kind in sorted(changed, key=lambda pair: pair[0].start):

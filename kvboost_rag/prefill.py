@@ -77,12 +77,11 @@ class Executor:
         self.runner, self.rope, self.cuts = runner, rope, cuts
         self._is_word = (lambda token: True) if piece is None else (lambda token: says_something(piece(token)))
 
-    def asked(self, ids: IntArray, plan: Plan, recipe: Recipe, *, since: int = 0) -> Asked | None:
-        """What the question, as far as it stands behind ``since``, says of the runs; None if nothing depends on it."""
+    def asked(self, ids: IntArray, plan: Plan, recipe: Recipe) -> Asked | None:
+        """What the words of the question say of a plan's runs; None where nothing depends on it."""
         if not most_whole(recipe, plan.runs):
             return None
-        asking = _asking(plan)
-        return asked_about(ids, plan.runs, asking[asking >= since], self._is_word)
+        return asked_about(ids, plan.runs, _asking(plan), self._is_word)
 
     def run(
         self,

@@ -219,20 +219,10 @@ def words_decide(recipe: Recipe, runs: Sequence[Run], asked: Asked) -> bool:
     spare = budgets(recipe, runs)
     if any(n for n, run in zip(spare, runs, strict=True) if not run.mapped):
         return False
-    return _clearly(recipe, asked) and 2 * sum(map(len, whole_runs(recipe, runs, None, asked))) >= sum(spare)
-
-
-def named_runs(recipe: Recipe, runs: Sequence[Run], asked: Asked) -> list[Run]:
-    """The runs that are recomputed whole because words clearly name what the question is about; none if they do not."""
-    if recipe.strategy != "cacheblend" or recipe.everything or not _clearly(recipe, asked):
-        return []
-    return sorted(whole_runs(recipe, runs, None, asked), key=lambda run: run.start)
-
-
-def _clearly(recipe: Recipe, asked: Asked) -> bool:
-    ranked = [*np.sort(asked.repeats)[::-1], 0.0]
-    count = min(recipe.whole_asked, len(asked.repeats))
-    return count > 0 and bool(ranked[count - 1] > CLEARLY * ranked[count])
+    ranked = [*np.sort(asked.repeats)[::-1], 0.0, 0.0]
+    count = min(recipe.whole_asked, len(runs))
+    clearly = count > 0 and ranked[count - 1] > CLEARLY * ranked[count]
+    return bool(clearly) and 2 * sum(map(len, whole_runs(recipe, runs, None, asked))) >= sum(spare)
 
 
 def asked_about(ids: IntArray, runs: Sequence[Run], asking: Positions, is_word: Callable[[int], bool]) -> Asked:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .chunks import ChunkHeader, Hit, IntArray
+from .chunks import ChunkHeader
 from .config import EngineConfig
 from .costs import CostModel
 from .decode import Answer
@@ -24,7 +24,7 @@ from .kv import Cancelled, StoredRun
 from .library import Library, Match
 from .planner import Plan, gaps, make_plan, without_approximate
 from .prefill import Executed, Executor
-from .repair import Recipe, expected, named_runs
+from .repair import Recipe, expected
 from .request import Request
 from .runner import ModelRunner
 from .scheduler import Turn
@@ -291,28 +291,15 @@ class Serving:
         exact, settled = ((), None) if whole else (match.exact, match.served)
         mapped = self._mapped(request, match, token_s)
         headers = {**match.headers, **mapped.headers}
-        again = self._asked_again(request.ids, match, settled, recipe)
         full = make_plan(
-            n, exact, match.approximate, headers, settled,
-            again=again, transferred=mapped.approximate, lossy=self._lossy,
-        )  # fmt: skip
+            n, exact, match.approximate, headers, settled, transferred=mapped.approximate, lossy=self._lossy
+        )
         if request.reuse == "exact":
             lost = self._no_exact if self._lossy and match.exact else None
             return without_approximate(full), request.narrowed or lost, gaps(n, match.hits)
         if full.runs and (too_dear := self._fallback(request, full, recipe)) is not None:
             return without_approximate(full), too_dear, gaps(n, match.hits)
         return full, None, gaps(n, (*match.hits, *mapped.approximate))
-
-    def _asked_again(
-        self, ids: IntArray, match: Match, settled: Hit | None, recipe: Recipe
-    ) -> tuple[tuple[int, int], ...]:
-        """Short passages in a prompt as it was served, for another question, that are asked about now."""
-        if settled is None or not match.within:
-            return ()
-        inside = make_plan(len(ids), match.exact, match.within, match.headers)
-        asked = self._executor.asked(ids, inside, recipe, since=settled.end)
-        named = [] if asked is None else named_runs(recipe, inside.runs, asked)
-        return tuple((run.start, run.end) for run in named)
 
     def _mapped(self, request: Request, match: Match, token_s: float | None) -> Match:
         """What another model has read of the rest of a prompt."""
