@@ -11,7 +11,6 @@ import json
 import random
 import re
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,13 +19,14 @@ from typing import Any
 
 import torch
 
+from .audit import divergence
 from .config import EngineConfig
 from .engine import Engine, Prompt
-from .errors import ConfigError, ContextOverflowError, KVBoostError
+from .errors import ConfigError, ContextOverflowError
 from .hf import cache_argument
 from .progress import progress
 from .stats import Prefill
-from .warm_command import BITS, PATTERNS, check_dtype, documents_in
+from .warm_command import BITS, PATTERNS, check_dtype, exit_status, texts_in
 
 FULL, PREFIX, OURS, NOTHING = "all computed", "prefix reuse", "kvboost-rag", "no documents"
 PREAMBLES = (
@@ -43,7 +43,7 @@ class Row:
     """One prompt through one arm.
 
     Attributes:
-        arm: see `arms`.
+        arm: `FULL`, `PREFIX`, `OURS` or `NOTHING`.
         ttft_s: wall seconds to the first logits.
         prompt_tokens, computed_tokens: of the prompt, each pass charged by its share of the layers.
         kl: mean KL of next-token distributions from those of full recompute, along its answer, nats.
@@ -69,14 +69,7 @@ def bench(arguments: Sequence[str]) -> int:
         0 if it was measured, whatever came out; 2 if it was not; 130 if stopped.
     """
     options = _parser().parse_args(arguments)
-    try:
-        return _run(options)
-    except (KVBoostError, OSError, ValueError) as error:  # transformers raises the last two
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
+    return exit_status(lambda: _run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
     check_dtype(options.dtype)
     if options.json and not options.json.parent.is_dir():  # said now, not when everything is measured
         raise ConfigError(f"--json is {options.json}, but there is no folder {options.json.parent}; make it first")
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in documents_in(options.folder, options.glob)]
+    texts = texts_in(options.folder, options.glob)
     config = EngineConfig(
         store_prompts=False,
         repair_ratio=options.repair_ratio,
@@ -180,20 +173,19 @@ def measure(engine: Engine, pool: Sequence[str], options: argparse.Namespace) ->
             chosen = rng.sample(list(pool), options.passages)
             asked = " ".join(rng.choice(chosen).split()[:SHOWN_WORDS])
             preamble = PREAMBLES[number % len(PREAMBLES)]
-            prompts = {
-                name: prompt_of(engine, preamble, chosen if name != NOTHING else (), asked)
-                for name in (FULL, PREFIX, OURS, NOTHING)
-            }
-            full = engine.prefill(prompts[FULL], reuse="off", store=False)
+            prompt, bare = (prompt_of(engine, preamble, passages, asked) for passages in (chosen, ()))
+            full = engine.prefill(prompt, reuse="off", store=False)
             answer, reference = greedy(engine, full, options.answer_tokens)
             yield _row(FULL, full, reference, reference)
             arms = [PREFIX, OURS, NOTHING]
             rng.shuffle(arms)
             for arm in arms:
                 if arm == PREFIX:  # it keeps what it has read, as a prefix cache does
-                    found = engine.prefill(prompts[arm], reuse="exact", store=True, namespace="bench prefix")
+                    found = engine.prefill(prompt, reuse="exact", store=True, namespace="bench prefix")
+                elif arm == OURS:
+                    found = engine.prefill(prompt, store=False)
                 else:
-                    found = engine.prefill(prompts[arm], reuse="off" if arm == NOTHING else None, store=False)
+                    found = engine.prefill(bare, reuse="off", store=False)
                 yield _row(arm, found, reference, along(engine, found, answer))
             bar.update()
 
@@ -243,7 +235,7 @@ def _row(arm: str, prefill: Prefill, reference: torch.Tensor, found: torch.Tenso
         prefill.timing.ttft_s,
         prefill.usage.prompt_tokens,
         prefill.usage.computed_tokens,
-        float((reference.exp() * (reference - found)).sum(-1).mean()),
+        statistics.mean(divergence(one, other) for one, other in zip(reference, found, strict=True)),
         bool(same[0]),
         float(same.float().mean()),
         prefill.fallback_reason,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import ConfigError, KVBoostError
+from .errors import ConfigError
 from .transfer.fitting import FitOptions
 from .transfer.making import make
 from .transfer.mapping import TransferMap
 from .transfer.models import Reader
 from .transfer.picture import draw
-from .warm_command import PATTERNS, check_dtype, documents_in
+from .warm_command import PATTERNS, check_dtype, exit_status, texts_in
 
 _DEFAULT = FitOptions()
 
@@ -25,17 +24,14 @@ def transfer(arguments: Sequence[str]) -> int:
         0 if the map may be used; 1 if its gate refused it; 2 if there is none, or no picture of it; 130 if stopped.
     """
     options = _parser().parse_args(arguments)
-    try:
-        mapping = _fit(options) if options.what == "fit" else TransferMap.load(options.map)
-        print(table(mapping))
-        if options.plot:
-            draw(mapping, options.plot)
-    except (KVBoostError, OSError, ValueError) as error:  # transformers raises the last two
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from its last checkpoint", file=sys.stderr)
-        return 130
+    return exit_status(lambda: _run(options), "stopped; the same command goes on from its last checkpoint")
+
+
+def _run(options: argparse.Namespace) -> int:
+    mapping = _fit(options) if options.what == "fit" else TransferMap.load(options.map)
+    print(table(mapping))
+    if options.plot:
+        draw(mapping, options.plot)
     return 0 if mapping.accepted else 1
 
 
@@ -67,9 +63,7 @@ def _fit(options: argparse.Namespace) -> TransferMap:
     check_dtype(options.dtype)
     if options.tokens is not None and options.tokens < 1:
         raise ConfigError(f"--tokens is {options.tokens}; it must be 1 or more")
-    documents = [
-        path.read_text(encoding="utf-8", errors="replace") for path in documents_in(options.text, options.glob)
-    ]
+    documents = texts_in(options.text, options.glob)
     how = FitOptions(options.sources, options.reach, options.strength, options.all_heads, not options.even)
     source, target = (Reader.load(name, options.dtype) for name in (options.source, options.target))
     return make(

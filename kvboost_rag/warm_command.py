@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tqdm.auto import tqdm
@@ -30,13 +30,18 @@ def warm(arguments: Sequence[str]) -> int:
         0 if every document is stored; 1 if some are not, which are named; 2 if nothing could be done; 130 if stopped.
     """
     options = _parser().parse_args(arguments)
+    return exit_status(lambda: _run(options), "stopped; what is stored stays, and the same command goes on from here")
+
+
+def exit_status(run: Callable[[], int], stopped: str = "stopped") -> int:
+    """What a command ends with: that of ``run``, 2 with one line that says what is wrong, or 130 if it is stopped."""
     try:
-        return _run(options)
+        return run()
     except (KVBoostError, OSError, ValueError) as error:  # transformers raises the last two
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nstopped; what is stored stays, and the same command goes on from here", file=sys.stderr)
+        print(f"\n{stopped}", file=sys.stderr)
         return 130
 
 
@@ -142,6 +147,15 @@ def documents_in(folder: Path, globs: Sequence[str] | None) -> list[Path]:
     if not paths:
         raise ConfigError(f"{folder} holds no file like {', '.join(patterns)}; name others with --glob")
     return paths
+
+
+def texts_in(folder: Path, globs: Sequence[str] | None) -> list[str]:
+    """The text of `documents_in`; bytes that are no UTF-8 are replaced.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    return [path.read_text(encoding="utf-8", errors="replace") for path in documents_in(folder, globs)]
 
 
 def _batches(paths: Sequence[Path], size: int, failed: list[str]) -> Iterator[list[tuple[Path, str]]]:
