@@ -28,7 +28,7 @@ import torch
 import transformers
 from common import default_model, machine, write
 from goldset import log
-from goldset.arms import BUDGETS, KINDS, SEEN, Lab
+from goldset.arms import ANEW, BUDGETS, KINDS, SEEN, USUAL, Lab
 from goldset.bugs import Bugs
 from goldset.questions import BUCKETS, Question, Workload, bucket_of, documents_of
 from goldset.records import Conversations, Records, split_passages
@@ -65,7 +65,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--per-set", type=int, help="questions over the same documents (2; of conversations 4 turns)")
     parser.add_argument("--block", type=int, default=10, help="sets whose documents are ingested together")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--arms", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--arms", nargs="+", default=list(USUAL), choices=KINDS)
     parser.add_argument(
         "--ratios", nargs="+", default=list(BUDGETS), metavar="BUDGET",
         help="budgets of 'ours': 'default' is the engine's own recipe, '0.3' sets the share of moved tokens to "
@@ -88,6 +88,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.per_set = PER_SET.get(args.workload, 2)
     if min(args.items, args.per_set, args.block) < 1:
         parser.error("--items, --per-set and --block must be at least 1")
+    if ANEW in args.arms and args.workload not in ("conversations", None):
+        parser.error(f"{ANEW!r} is an arm of conversations; {args.workload} has questions that stand alone")
     return args
 
 

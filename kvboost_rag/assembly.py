@@ -16,8 +16,10 @@ from .gate import CodecCheck, check_codec, check_rotation
 from .keeping import Keeper
 from .library import Library
 from .model_spec import inspect_model, key_bias
+from .planning import Planning
 from .prefill import Executor
 from .prompts import PromptEncoder
+from .question import Tokens
 from .runner import ModelRunner
 from .selfcheck import SelfCheck, check_full_pass, self_check
 from .serving import Serving
@@ -97,7 +99,8 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig, transfer: Transfe
     encoder = PromptEncoder(tokenizer, markers=config.markers, vocabulary=vocabulary)
     identity = fingerprint(model, tokenizer, codec.name)
     piece = None if tokenizer is None else encoder.piece
-    executor = Executor(runner, rope, cuts=checked is not None and checked.can_cut, piece=piece)
+    tokens = Tokens() if tokenizer is None else encoder.tokens
+    executor = Executor(runner, rope, cuts=checked is not None and checked.can_cut, tokens=tokens)
     checked_codec = None
     if not codec.lossless:  # before anything is opened
         checked_codec = check_codec(executor, None if tokenizer is None else encoder, config, codec, identity)
@@ -131,18 +134,18 @@ def assemble(model: Any, tokenizer: Any, config: EngineConfig, transfer: Transfe
         calibration = Calibrator(executor, encoder, config).choose(recipe, identity, token_s=costs.token_s)
     recipe = calibration.recipe if calibration else recipe
     appraiser.costs, appraiser.recipe = costs, recipe
-    serving = Serving(
-        runner,
-        executor,
+    bridge = None if transfer is None or rope is None else transfer.bridge(library, rope, spec.device)
+    weighed = costs if config.fallback else None
+    planning = Planning(
         library,
-        keeper,
-        tokenizer,
+        tokens,
         config,
-        recipe=recipe,
-        costs=costs if config.fallback else None,
+        costs=weighed,
         lossy=not codec.lossless,
-        bridge=None if transfer is None or rope is None else transfer.bridge(library, rope, spec.device),
+        bridge=bridge,
+        static_rope_tokens=spec.static_rope_tokens,
     )
+    serving = Serving(runner, executor, library, keeper, tokenizer, planning, recipe=recipe, bridge=bridge)
     return Parts(
         identity,
         spec.window_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .planner import Plan
-from .repair import Asked, Recipe, Run, budgets, expected, floors
+from .repair import Recipe, Run, budgets, expected, floors
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +53,22 @@ class CostModel:
         n, e = plan.prompt_tokens, plan.exact_end
         return self.move_s * e + self.pass_cost(n - e, (n + e) / 2)
 
-    def reuse(self, plan: Plan, recipe: Recipe, asked: Asked | None = None) -> float:
+    def reuse(self, plan: Plan, recipe: Recipe) -> float:
         """Seconds of the plan as it stands, what mapping the KV of another model takes left out.
 
-        Args:
-            plan: with its runs.
-            recipe: how they are repaired.
-            asked: what the question is about; without it, and where words alone do not tell, the most that may be
-                recomputed for its sake counts.
+        Where it was not read what the question is about, or words alone do not tell, the most that may be recomputed
+        for its sake counts.
         """
         n, fresh = plan.prompt_tokens, plan.tokens("compute")
         moved = plan.tokens("approximate") + plan.tokens("transferred")
         seen = 0.6 * n
         seconds = self.plan_s + self.move_s * (moved + plan.exact_end)
-        probe = recipe.probe(plan.runs, asked)
+        probe = recipe.probe(plan.runs, plan.asked)
         if probe == "deviation":
             seconds += self.pass_cost(moved + fresh, n / 2, share=0.1)
         elif probe == "query" and recipe.rerun:
             seconds += self.pass_cost(min(fresh, 128), seen, share=recipe.probe_to)
         elif probe == "query":
             seconds += self.pass_s  # of the tokens that catch up
-        rows = min(fresh + expected(recipe, plan.runs, asked), n - plan.exact_end)
+        rows = min(fresh + expected(recipe, plan.runs, plan.asked), n - plan.exact_end)
         return seconds + self.pass_cost(rows, seen)

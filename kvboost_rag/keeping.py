@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from .chunking import BreakFinder, Tiles, cuts, prompt_cuts
 from .chunks import ChunkHeader, IntArray, Scope, as_ids, header_of
 from .config import ANCHOR_TOKENS, EngineConfig
 from .kv import RequestKV, StoredRun
 from .library import Library
+from .planner import Fresh
 from .rope import Rope
 from .store import Codec, KVShape
 
@@ -101,11 +104,18 @@ class Keeper:
                         added.append(header)
         return added
 
-    def keep_served(self, scope: Scope, ids: IntArray, kv: RequestKV, *, prompt_tokens: int) -> ChunkHeader:
-        """Store a whole prompt of so many tokens, and its answer so far, with the KV that served it."""
+    def keep_served(
+        self, scope: Scope, ids: IntArray, kv: RequestKV, *, prompt_tokens: int, fresh: Fresh
+    ) -> ChunkHeader:
+        """Store a whole prompt of so many tokens, and its answer so far, with the KV that served it.
+
+        ``fresh`` is of the prompt, see `planner.fresh_of`.
+        """
         header = header_of(scope, as_ids(ids), 0, len(ids), "served", exact=False)
         size = self._codec.nbytes(self._shape, len(header))
-        self.library.keep_served(header, size, partial(self._encoded, header, kv), prompt_tokens=prompt_tokens)
+        known = np.append(fresh, np.ones(max(len(ids) - prompt_tokens, 0), bool))[: len(ids)]
+        take = partial(self._encoded, header, kv)
+        self.library.keep_served(header, size, take, prompt_tokens=prompt_tokens, fresh=known)
         return header
 
     def _encoded(self, header: ChunkHeader, kv: RequestKV) -> StoredRun:

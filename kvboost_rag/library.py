@@ -15,7 +15,7 @@ from .chunks import ChunkHeader, Hit, IntArray, Scope
 from .config import ANCHOR_TOKENS
 from .index import ChunkIndex
 from .kv import StoredRun
-from .planner import Plan
+from .planner import Fresh, Plan
 from .store import Chunk, DiskReader, DiskStats, Kept, Policy, StoreStats, TieredStore
 from .store.eviction import Worth
 from .tracing import Recorder
@@ -30,12 +30,14 @@ class Match:
         served: hit behind them that continues a prompt as it was served, which needs no repair.
         approximate: hits in the rest.
         headers: of every chunk that is hit, by key.
+        fresh: what of the KV of `served` is not as it was moved, see `planner.fresh_of`; None if that is not known.
     """
 
     exact: tuple[Hit, ...]
     served: Hit | None
     approximate: tuple[Hit, ...]
     headers: dict[str, ChunkHeader]
+    fresh: Fresh | None = None
 
     @property
     def hits(self) -> tuple[Hit, ...]:
@@ -46,7 +48,16 @@ class Match:
         """What is left if some chunks may not be used."""
         exact = tuple(itertools.takewhile(lambda hit: hit.key not in keys, self.exact))
         served = None if self.served is None or len(exact) < len(self.exact) else self.served
-        return Match(exact, served, tuple(hit for hit in self.approximate if hit.key not in keys), self.headers)
+        approximate = tuple(hit for hit in self.approximate if hit.key not in keys)
+        return Match(exact, served, approximate, self.headers, self.fresh)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _AsServed:
+    """A prompt as it was served: bytes of its KV, and see `Match.fresh`."""
+
+    nbytes: int
+    fresh: Fresh
 
 
 class Library:
@@ -84,20 +95,23 @@ class Library:
         self._end_of: dict[str, float] = {}  # when the time of a chunk is over
         self._ends: list[tuple[float, str]] = []  # the same as a heap, with some that are not true any more
         self._served_bytes = served_bytes
-        self._served: OrderedDict[str, int] = OrderedDict()  # bytes by key, the one used longest ago first
+        self._served: OrderedDict[str, _AsServed] = OrderedDict()  # by key, the one used longest ago first
         self._lock = threading.Lock()
         self._index = ChunkIndex()
         self._store = TieredStore(
             budget_bytes, policy, worth, disk=disk, write_behind_bytes=write_behind_bytes, on_leave=self._discard
         )
 
-    def match(self, scope: Scope, ids: IntArray, *, approximate: bool, token_s: float | None = None) -> Match:
+    def match(
+        self, scope: Scope, ids: IntArray, *, approximate: bool, served: bool = True, token_s: float | None = None
+    ) -> Match:
         """Find what is stored of ``ids``.
 
         Args:
             scope: whose prompt it is.
             ids: the prompt.
             approximate: look for moved documents, too.
+            served: and for the prompt that it continues, as it was served.
             token_s: seconds that computing a token takes; then what only the disk has is left out if loading it would
                 take longer.
         """
@@ -105,9 +119,10 @@ class Library:
         with self._lock:
             exact = self._index.match_exact(scope, ids)
             end = exact[-1].end if exact else 0
-            served = self._continued(scope, ids, end) if approximate else None
-            runs = self._index.match_runs(scope, ids, served.end if served else end) if approximate else ()
-            match = Match(exact, served, runs, {})
+            known = self._continued(scope, ids, end) if approximate and served else None
+            runs = self._index.match_runs(scope, ids, known.end if known else end) if approximate else ()
+            of_known = self._served.get(known.key) if known else None
+            match = Match(exact, known, runs, {}, of_known.fresh if of_known else None)
             found = {hit.key: self._index.get(hit.key) for hit in match.hits}
         match.headers.update((key, header) for key, header in found.items() if header is not None)
         return match if token_s is None else self._without_slow(match, token_s)
@@ -126,7 +141,7 @@ class Library:
         return Hit(start, hit.end - start, hit.key, start)
 
     def keep_served(
-        self, header: ChunkHeader, kv_bytes: int, take: Callable[[], StoredRun], *, prompt_tokens: int
+        self, header: ChunkHeader, kv_bytes: int, take: Callable[[], StoredRun], *, prompt_tokens: int, fresh: Fresh
     ) -> None:
         """Store a prompt as it was served, in place of the same prompt with another answer and of what it continues."""
         if kv_bytes > self._served_bytes:
@@ -137,18 +152,22 @@ class Library:
             if hit and hit.length == len(header):
                 return  # there is one that goes on from here
             leaving = [hit.key] if hit and old and hit.length >= min(len(old), prompt_tokens) else []
-            room = self._served_bytes - kv_bytes - sum(s for key, s in self._served.items() if key not in leaving)
-            for key, size in self._served.items():  # the one used longest ago first
+            room = (
+                self._served_bytes
+                - kv_bytes
+                - sum(old.nbytes for key, old in self._served.items() if key not in leaving)
+            )
+            for key, other in self._served.items():  # the one used longest ago first
                 if room >= 0:
                     break
                 if key not in leaving:
                     leaving.append(key)
-                    room += size
+                    room += other.nbytes
         self.delete(leaving)  # before the new one needs room, lest documents make it
         if self.keep(header, kv_bytes, take) == "kept":
             with self._lock:
                 if self._index.get(header.key) is not None:
-                    self._served[header.key] = kv_bytes
+                    self._served[header.key] = _AsServed(kv_bytes, fresh)
 
     def clear_served(self) -> None:
         """Forget all prompts as they were served."""

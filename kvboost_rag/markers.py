@@ -9,6 +9,7 @@ from functools import cached_property
 from secrets import token_hex
 from typing import Any
 
+from .chunks import as_ids
 from .errors import ConfigError, PromptError
 
 # Tags of reasoning and of tool calls: templates parse them in what the model wrote, and users write them on purpose.
@@ -21,10 +22,20 @@ class Markers:
 
     Args:
         ids: marker text → token id; None for a string that is no token and can only be refused.
+        written: tokens that the chat template writes by itself.
+        unknown: tokens among them that stand for unknown characters.
+
+    Attributes:
+        tokens: tokens that no document holds: an honest text may hold only unknown ones. int32 ``(n,)``.
+        written: int32 ``(n,)``.
     """
 
-    def __init__(self, ids: Mapping[str, int | None]) -> None:
+    def __init__(
+        self, ids: Mapping[str, int | None], written: Iterable[int] = (), unknown: Collection[int] = ()
+    ) -> None:
         self.ids = dict(ids)
+        self.written = as_ids(sorted(written))
+        self.tokens = as_ids(sorted({token for token in ids.values() if token is not None}.difference(unknown)))
         # As the tokenizer does: the leftmost match, and of those the longest.
         longest_first = sorted(self.ids, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -207,4 +218,4 @@ def find_markers(
         # Some tokenizers add runs of spaces, and some name an ordinary character as padding.
         if text in ids or ((added.special or text in named or turn) and len(text.strip()) > 1):
             ids[text] = token
-    return Markers(ids)
+    return Markers(ids, written, codec.unknown)

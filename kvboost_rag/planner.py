@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from .chunks import ChunkHeader, Hit
 from .config import ANCHOR_TOKENS
-from .repair import Run
+from .repair import Asked, Positions, Run
 
 Kind = Literal["exact", "approximate", "transferred", "compute"]
+Fresh: TypeAlias = npt.NDArray[np.bool_]
 _CHANGED = ("approximate", "transferred")  # kinds whose KV a full prefill would not give
 
 
@@ -52,11 +54,13 @@ class Plan:
         prompt_tokens: length of the prompt.
         segments: see there; the last token is always computed.
         runs: stretches of changed KV that moved as one piece: a seam lies only between runs.
+        asked: what the question says of the runs; None until it is read.
     """
 
     prompt_tokens: int
     segments: tuple[Segment, ...]
     runs: tuple[Run, ...] = ()
+    asked: Asked | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         at = 0
@@ -70,6 +74,12 @@ class Plan:
     def tokens(self, kind: Kind) -> int:
         """Tokens of one kind."""
         return sum(len(s) for s in self.segments if s.kind == kind)
+
+    @property
+    def computed(self) -> Positions:
+        """Positions that no chunk serves, ascending."""
+        new = [np.arange(s.start, s.end) for s in self.segments if s.kind == "compute"]
+        return np.concatenate([np.empty(0, np.int64), *new])
 
     @property
     def exact_end(self) -> int:
@@ -158,6 +168,28 @@ def outside(hits: Sequence[Hit], taken: Sequence[Hit]) -> tuple[Hit, ...]:
             if b - a >= ANCHOR_TOKENS:
                 pieces.append(Hit(a, b - a, hit.key, hit.offset + a - hit.start))
     return tuple(pieces)
+
+
+def until(hits: Sequence[Hit], end: int, headers: Mapping[str, ChunkHeader]) -> tuple[Hit, ...]:
+    """Hits whose text was met in a prompt cut off at ``end``, in pieces of at least an anchor; others as they are."""
+    cut = [h if headers[h.key].origin == "warm" else replace(h, length=min(h.length, end - h.start)) for h in hits]
+    return tuple(new for new, hit in zip(cut, hits, strict=True) if new is hit or new.length >= ANCHOR_TOKENS)
+
+
+def fresh_of(plan: Plan, repaired: Positions, before: Fresh | None) -> Fresh:
+    """What of a prompt's KV is not as it was moved, bool ``(n,)``.
+
+    Args:
+        plan: as it was run.
+        repaired: approximate positions that were recomputed.
+        before: the same of the prompt as it was served which it continues; None counts as nothing.
+    """
+    fresh = np.ones(plan.prompt_tokens, bool)
+    for s in plan.segments:
+        if s.kind in _CHANGED and not s.lossy:
+            fresh[s.start : s.end] = before[s.start : s.end] if s.settled and before is not None else False
+    fresh[repaired] = True
+    return fresh
 
 
 def gaps(n: int, taken: Sequence[Hit]) -> tuple[tuple[int, int], ...]:

@@ -16,22 +16,18 @@ from .hf import cache_over
 from .kv import RequestKV, StoredRun
 from .passes import AttentionProbe
 from .planner import Plan
+from .question import Tokens, read
 from .repair import (
     SELECTORS,
-    Asked,
     Positions,
     Recipe,
     Scores,
-    asked_about,
     choose,
     floor_positions,
-    most_whole,
-    says_something,
 )
 from .rope import Rope
 from .runner import ModelRunner
 
-PROBE_ROWS = 64  # last new tokens whose attention counts: the question and the turn's end
 PROJECTION_SHARE = 0.25  # of a layer that runs only up to its queries, keys and values, or to the scores
 MOST_JOINING = 512  # more new tokens do not wait in the middle of the depth: long passes run in pieces
 LEADING_ROWS = 32  # a longer new preamble runs once, in a pass of its own, instead of in both passes
@@ -68,20 +64,14 @@ class Executor:
         runner: of the model.
         rope: its rotation; None where nothing is moved.
         cuts: whether a pass may stop at a layer and go on from there, see `SelfCheck.can_cut`.
-        piece: text of a token; without it any token counts as a word.
+        tokens: what single tokens are.
     """
 
     def __init__(
-        self, runner: ModelRunner, rope: Rope | None, *, cuts: bool = False, piece: Callable[[int], str] | None = None
+        self, runner: ModelRunner, rope: Rope | None, *, cuts: bool = False, tokens: Tokens | None = None
     ) -> None:
         self.runner, self.rope, self.cuts = runner, rope, cuts
-        self._is_word = (lambda token: True) if piece is None else (lambda token: says_something(piece(token)))
-
-    def asked(self, ids: IntArray, plan: Plan, recipe: Recipe) -> Asked | None:
-        """What the words of the question say of a plan's runs; None where nothing depends on it."""
-        if not most_whole(recipe, plan.runs):
-            return None
-        return asked_about(ids, plan.runs, _asking(plan), self._is_word)
+        self.tokens = tokens or Tokens()
 
     def run(
         self,
@@ -97,13 +87,14 @@ class Executor:
 
         Args:
             ids: the prompt, int32 ``(n,)``.
-            plan: tiles it.
+            plan: tiles it; its question is read now if it was not before.
             chunks: KV of every key in the plan.
             recipe: repair of the approximate segments.
             room: tokens of capacity to leave behind the prompt.
             cancelled: asked at every layer, also while decoding later on; true raises `Cancelled`.
         """
-        return _Request(self, ids, plan, recipe).run(chunks, room, cancelled)
+        asked = plan if plan.asked is not None else read(ids, plan, recipe, self.tokens)
+        return _Request(self, ids, asked, recipe).run(chunks, room, cancelled)
 
     def grow(self, capacity: int) -> Growing:
         """An empty sequence with room for ``capacity`` tokens."""
@@ -144,13 +135,13 @@ class _Request:
         self.ids = torch.from_numpy(ids.astype(np.int64)).to(self.device)
         self.charged = 0.0
         self.model_s = 0.0
-        self.new = _computed(plan)
-        self.asking = _asking(plan)
+        self.new = plan.computed
         depth = self.runner.spec.layers
         self.band = range(
             min(math.floor(recipe.probe_from * depth), depth - 1), max(1, math.ceil(recipe.probe_to * depth))
         )
-        self.asked = executor.asked(ids, plan, recipe)
+        assert plan.asked is not None
+        self.asked = plan.asked
         self.probe = recipe.probe(plan.runs, self.asked)
         self.joins = (
             executor.cuts
@@ -209,7 +200,7 @@ class _Request:
         layer = self.band.stop
         floor = floor_positions(self.recipe, self.plan.runs)
         first = np.union1d(self.new, floor)
-        probe = self._attention_of(self.asking, first, ends_pass=False)
+        probe = self._attention_of(self.asked.question, first, ends_pass=False)
         waiting = self._up_to(layer, first, probe)
         repaired = choose(self.recipe, self.plan.runs, _mass(probe), self.asked)
         chosen = np.setdiff1d(repaired, floor)
@@ -284,8 +275,9 @@ class _Request:
     def _query(self, new: Positions) -> Scores:
         """Attention of the last new tokens over the moved cache, in a pass of their own."""
         leading = new[new < self.plan.pure_until]
-        rows = np.concatenate([leading, self.asking])  # the runs' first tokens beside them change nothing, measured
-        probe = self._attention_of(self.asking, rows)
+        # The runs' first tokens beside them change nothing, measured.
+        rows = np.concatenate([leading, self.asked.question])
+        probe = self._attention_of(self.asked.question, rows)
         hidden = self._unfilled(rows)
         self._pass(rows, hidden=hidden if bool(hidden.any()) else None, probe=probe)
         self._charge(len(rows), self.band.stop - 1)
@@ -323,18 +315,6 @@ class _Request:
         if self.recipe.offset:
             floor = floor_positions(self.recipe, self.plan.runs)
             self.kv.before_write = _MeanOffset(self, rows, np.setdiff1d(repaired, floor))
-
-
-def _computed(plan: Plan) -> Positions:
-    return np.concatenate(
-        [np.empty(0, np.int64), *[np.arange(s.start, s.end) for s in plan.segments if s.kind == "compute"]]
-    )
-
-
-def _asking(plan: Plan) -> Positions:
-    """The question: what a "query" probe and words go by."""
-    new = _computed(plan)
-    return new[new >= plan.pure_until][-PROBE_ROWS:]
 
 
 def _mass(probe: AttentionProbe) -> Scores:

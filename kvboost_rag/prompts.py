@@ -21,6 +21,7 @@ from .config import Markers as MarkerMode
 from .errors import ConfigError, PromptError
 from .markers import Codec, Literal, Markers, find_markers
 from .messages import Conversation, Message, check_text, render
+from .question import Alike, Tokens, says_something
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | npt.NDArray[np.integer]
 
@@ -145,6 +146,20 @@ class PromptEncoder:
     def piece(self, token: int) -> str:
         """Text of one token, with the space in front of it if it has one; for `chunking.BreakFinder`."""
         return self._need_codec().piece(token)
+
+    @property
+    def tokens(self) -> Tokens:
+        """What single tokens are."""
+        return Tokens(self._is_word, self._held_by_none, self._written, Alike(self.piece))
+
+    def _is_word(self, token: int) -> bool:
+        return says_something(self.piece(token))
+
+    def _held_by_none(self) -> IntArray:
+        return self._markers().tokens
+
+    def _written(self) -> IntArray:
+        return self._markers().written
 
     def _string(self, prompt: str) -> list[int]:
         codec = self._need_codec()

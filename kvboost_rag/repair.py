@@ -17,12 +17,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .chunks import IntArray
-
 SHORT_TOKENS = 128  # a run of fewer is a short passage, see `Recipe.whole_asked`
 LEAD_TOKENS = 32  # beyond so many first tokens, being first makes no difference
-CLEARLY = 1.5  # times as many words of the question as the next run
-WORD_LETTERS = 4
+CLEARLY = 1.5  # times as many words of the question as the next run, and
+WORDS_OF_NAME = 2.5  # of them that no other run has: two that stand in a row are 3, and a chance word is 1
 SEPARATOR_TOKENS = 16  # passages with no more than this between them are neighbours
 Positions: TypeAlias = npt.NDArray[np.int64]
 Scores: TypeAlias = npt.NDArray[np.float32]
@@ -50,15 +48,19 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """What the words of a question say of each moved run of its prompt, see `asked_about`.
+    """What a prompt asks, and what the words of that say of each moved run of it, see `question`.
 
     Attributes:
+        question: its positions.
         repeats: how much of the question a run repeats, float32 ``(runs,)``.
         continued: whether the run right behind it has words of the question that it lacks, bool ``(runs,)``.
+        passages: whether it is text that can be asked about, and not what was said before, bool ``(runs,)``.
     """
 
+    question: Positions
     repeats: Scores
     continued: npt.NDArray[np.bool_]
+    passages: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,7 @@ def whole_runs(recipe: Recipe, runs: Sequence[Run], scores: Scores | None, asked
     if scores is not None and SELECTORS[recipe.selector].probe == "query":
         about += _shares([float(scores[run.start : run.end].sum()) for run in runs])
     if asked is not None:
-        about += _shares(asked.repeats)
+        about = (about + _shares(asked.repeats)) * asked.passages
     first = [i for i in np.argsort(-about, kind="stable")[: recipe.whole_asked] if about[i] > 0]
     return list(dict.fromkeys(run for i in first for run in groups[i]))
 
@@ -219,41 +221,23 @@ def words_decide(recipe: Recipe, runs: Sequence[Run], asked: Asked) -> bool:
     spare = budgets(recipe, runs)
     if any(n for n, run in zip(spare, runs, strict=True) if not run.mapped):
         return False
-    ranked = [*np.sort(asked.repeats)[::-1], 0.0, 0.0]
-    count = min(recipe.whole_asked, len(runs))
-    clearly = count > 0 and ranked[count - 1] > CLEARLY * ranked[count]
-    return bool(clearly) and 2 * sum(map(len, whole_runs(recipe, runs, None, asked))) >= sum(spare)
+    named = named_runs(recipe, runs, asked)
+    return named is not None and 2 * sum(map(len, named)) >= sum(spare)
 
 
-def asked_about(ids: IntArray, runs: Sequence[Run], asking: Positions, is_word: Callable[[int], bool]) -> Asked:
-    """What the words of a question say of each run.
+def named_runs(recipe: Recipe, runs: Sequence[Run], asked: Asked, *, least: float = WORDS_OF_NAME) -> list[Run] | None:
+    """The short runs that are recomputed whole as far as words clearly tell; None if they do not.
 
     Args:
-        ids: the prompt.
-        runs: moved stretches of it.
-        asking: positions of the question.
-        is_word: whether a token says something by itself, see `says_something`.
+        recipe: how many.
+        runs: moved stretches.
+        asked: what words say.
+        least: how many of them no other run may have.
     """
-    words = np.unique(ids[asking])
-    held = np.zeros((len(runs), len(words)), np.float32)
-    if len(words):
-        which = np.minimum(np.searchsorted(words, ids), len(words) - 1)
-        known = words[which] == ids
-        for row, run in zip(held, runs, strict=True):
-            row[which[run.start : run.end][known[run.start : run.end]]] = 1
-    # What few runs hold counts more: a word that all of them hold names none.
-    repeats = held @ (1 / np.maximum(held.sum(0), 1) ** 2)
-    more = held[1:] > held[:-1]
-    says = np.zeros(len(words), bool)
-    said_more = np.flatnonzero(more.any(0))
-    says[said_more] = [is_word(int(words[i])) for i in said_more]
-    return Asked(repeats, np.append((more & says).any(1), [False] * min(len(runs), 1)))
-
-
-def says_something(piece: str) -> bool:
-    """Whether a token's text is more than a particle or a mark: four letters, or one that ASCII lacks."""
-    letters = [c for c in piece if c.isalpha()]
-    return len(letters) >= WORD_LETTERS or any(not c.isascii() for c in letters)
+    ranked = [*np.sort(asked.repeats)[::-1], 0.0, 0.0]
+    count = min(recipe.whole_asked, len(runs))
+    clearly = count > 0 and ranked[count - 1] > max(CLEARLY * ranked[count], least)
+    return whole_runs(recipe, runs, None, asked) if clearly else None
 
 
 def _groups(recipe: Recipe, runs: Sequence[Run], asked: Asked | None = None) -> list[list[Run]]:

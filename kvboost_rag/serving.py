@@ -13,16 +13,15 @@ import numpy as np
 import torch
 
 from .chunks import ChunkHeader
-from .config import EngineConfig
-from .costs import CostModel
 from .decode import Answer
 from .draws import draws_of
 from .generating import Generator
 from .hf import generation_settings, stop_strings
 from .keeping import Keeper
 from .kv import Cancelled, StoredRun
-from .library import Library, Match
-from .planner import Plan, gaps, make_plan, without_approximate
+from .library import Library
+from .planner import Fresh, Plan, fresh_of, make_plan
+from .planning import Planned, Planning
 from .prefill import Executed, Executor
 from .repair import Recipe, expected
 from .request import Request
@@ -32,7 +31,6 @@ from .sharing import OnTheWay, Sharing
 from .stats import Fallback, FinishReason, Generation, Prefill, Timing, Usage
 from .transfer.bridge import Bridge
 
-WORTH = 0.7  # an approximation must be predicted to take less than this share of an exact prefill
 REPLANS = 3  # chunks may be evicted between lookup and pin; after so many tries the prompt is simply computed
 
 
@@ -45,6 +43,7 @@ class Served:
         executed: cache and logits.
         fallback: why less was reused than was found.
         new: stretches of the prompt that nothing stored holds.
+        fresh: what of its KV is not as it was moved, see `planner.fresh_of`.
         recipe: what repaired it.
         queue_s, lookup_s, prefill_s: seconds, see `Timing`.
         fetch_s: seconds until the chunks were at hand.
@@ -55,6 +54,7 @@ class Served:
     executed: Executed
     fallback: Fallback | None
     new: tuple[tuple[int, int], ...]
+    fresh: Fresh
     recipe: Recipe
     queue_s: float
     lookup_s: float
@@ -106,18 +106,14 @@ class Serving:
         library: Library,
         keeper: Keeper,
         tokenizer: Any,
-        config: EngineConfig,
+        planning: Planning,
         *,
         recipe: Recipe,
-        costs: CostModel | None,
-        lossy: bool = False,
         bridge: Bridge | None = None,
     ) -> None:
         self._runner, self._executor, self._library, self._keeper = runner, executor, library, keeper
-        self._tokenizer, self._config, self.recipe, self.costs = tokenizer, config, recipe, costs
+        self._tokenizer, self.planning, self.recipe, self._bridge = tokenizer, planning, recipe, bridge
         self._generator, self._sharing = Generator(runner), Sharing()
-        self._lossy = lossy  # whether chunks lose something when they are stored
-        self._bridge = bridge
 
     def prefill(self, request: Request) -> tuple[Prefill, Served]:
         """Fill a cache with the prompt, and keep what is new.
@@ -154,29 +150,35 @@ class Serving:
         begun = time.perf_counter()
         recipe = self.recipe  # another may be set while this request runs
         for _ in range(REPLANS):
-            plan, reason, new = self._plan(request, recipe)
-            while way is not None and self._sharing.wait(way, new, prefix=plan.exact_end, cancel=request.cancel):
+            how = self._plan(request, recipe)
+            while way is not None and self._sharing.wait(
+                way, how.new, prefix=how.plan.exact_end, cancel=request.cancel
+            ):
                 begun = time.perf_counter()  # what it waited for others is no lookup
-                plan, reason, new = self._plan(request, recipe)
+                how = self._plan(request, recipe)
             planned = time.perf_counter()
-            with self._pinned(plan) as chunks:
+            with self._pinned(how.plan) as chunks:
                 if chunks is None:
                     continue
                 fetched = time.perf_counter()
-                executed, waited_s = self._execute(request, plan, chunks, room, recipe)
-                self._library.used(plan, chunks)
+                executed, waited_s = self._execute(request, how.plan, chunks, room, recipe)
+                self._library.used(how.plan, chunks)
                 break
         else:
-            plan, new = make_plan(len(request.ids), ()), ()
-            reason = Fallback("evicted", "the chunks that were found are evicted by now")
+            gone = Fallback("evicted", "the chunks that were found are evicted by now")
+            how = Planned(make_plan(len(request.ids), ()), gone, None)
             planned = fetched = time.perf_counter()
-            executed, waited_s = self._execute(request, plan, {}, room, recipe)
+            executed, waited_s = self._execute(request, how.plan, {}, room, recipe)
         if way is not None:
             self._sharing.has_read(way)
         queue_s = begun - request.started - request.tokenize_s + waited_s
         prefill_s = time.perf_counter() - fetched - executed.load_s - waited_s
         times = (queue_s, planned - begun, prefill_s, fetched - planned)
-        return Served(plan, executed, reason, new, recipe, *times)
+        fresh = fresh_of(how.plan, executed.repaired, how.fresh)
+        return Served(how.plan, executed, how.fallback, how.new, fresh, recipe, *times)
+
+    def _plan(self, request: Request, recipe: Recipe) -> Planned:
+        return self.planning.plan(request.scope, request.ids, recipe, reuse=request.reuse, narrowed=request.narrowed)
 
     @contextmanager
     def _pinned(self, plan: Plan) -> Iterator[Mapping[str, StoredRun] | None]:
@@ -265,7 +267,7 @@ class Serving:
             return
         kv, n = served.executed.kv, len(request.ids)
         ids = np.concatenate([request.ids, answer])[: min(*kv.lengths, n + len(answer))]
-        kept = self._keeper.keep_served(request.scope, ids, kv, prompt_tokens=n)
+        kept = self._keeper.keep_served(request.scope, ids, kv, prompt_tokens=n, fresh=served.fresh)
         if not request.store or served.recipe is not self.recipe:  # forgotten, or repaired otherwise, in the meantime
             self._library.delete([kept.key])
 
@@ -275,58 +277,8 @@ class Serving:
             self._library.delete([header.key for header in kept])
             served.stored_tokens = 0
 
-    def _plan(self, request: Request, recipe: Recipe) -> tuple[Plan, Fallback | None, tuple[tuple[int, int], ...]]:
-        n = len(request.ids)
-        if request.reuse == "off":
-            return make_plan(n, ()), None, ()
-        static = self._runner.spec.static_rope_tokens
-        if static is not None and n > static:
-            reason = f"the prompt has {n} tokens and the rotary frequencies change beyond {static}"
-            return make_plan(n, ()), Fallback("rotary", reason), ()
-        # Text already stored is looked up even when this call may not use it, so that it is not stored again.
-        moves, token_s = self._config.reuse == "approximate", self.costs.token_s if self.costs else None
-        match = self._library.match(request.scope, request.ids, approximate=moves, token_s=token_s)
-        # What cannot be repaired has no place in a prompt that is to equal a full prefill.
-        whole = self._lossy and recipe.everything
-        exact, settled = ((), None) if whole else (match.exact, match.served)
-        mapped = self._mapped(request, match, token_s)
-        headers = {**match.headers, **mapped.headers}
-        full = make_plan(
-            n, exact, match.approximate, headers, settled, transferred=mapped.approximate, lossy=self._lossy
-        )
-        if request.reuse == "exact":
-            lost = self._no_exact if self._lossy and match.exact else None
-            return without_approximate(full), request.narrowed or lost, gaps(n, match.hits)
-        if full.runs and (too_dear := self._fallback(request, full, recipe)) is not None:
-            return without_approximate(full), too_dear, gaps(n, match.hits)
-        return full, None, gaps(n, (*match.hits, *mapped.approximate))
-
-    def _mapped(self, request: Request, match: Match, token_s: float | None) -> Match:
-        """What another model has read of the rest of a prompt."""
-        if self._bridge is None or request.reuse != "approximate":
-            return Match((), None, (), {})
-        return self._bridge.match(request.scope, request.ids, match.hits, token_s=token_s)
-
-    @property
-    def _no_exact(self) -> Fallback:
-        return Fallback("codec", f"nothing stored with kv_bits={self._config.kv_bits!r} is exact")
-
-    def _fallback(self, request: Request, plan: Plan, recipe: Recipe) -> Fallback | None:
-        if self.costs is None or not self._config.fallback:
-            return None
-        asked = self._executor.asked(request.ids, plan, recipe)
-        reuse = self.costs.reuse(plan, recipe, asked) + self._library.loading_s(plan.keys)
-        if self._bridge is not None:
-            reuse += self._bridge.seconds(plan)
-        compute = self.costs.compute(plan) + self._library.loading_s(without_approximate(plan).keys)
-        if reuse < WORTH * compute:
-            return None
-        return Fallback(
-            "cost", f"reuse is not worth an approximation: {reuse:.3g} s predicted, computing takes {compute:.3g} s"
-        )
-
     def _execute(self, request: Request, plan: Plan, chunks: Any, room: int, recipe: Recipe) -> tuple[Executed, float]:
-        turn = Turn(float(plan.tokens("compute") + expected(recipe, plan.runs)), request.cancel)
+        turn = Turn(float(plan.tokens("compute") + expected(recipe, plan.runs, plan.asked)), request.cancel)
         with self._runner.scheduler.turn(turn):
             executed = self._executor.run(request.ids, plan, chunks, recipe, room=room, cancelled=request.cancel.is_set)
         # The passes were timed from outside; what they waited for others is no work of theirs.

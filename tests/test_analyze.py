@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,7 @@ def test_a_replay_reuses_what_a_real_engine_reuses(mode: Any, chunking: Any) -> 
     engine = engine_of(reuse=mode, chunking=chunking, chunk_tokens=32)
     rules = Rules(engine.config, RULES.costs, engine.recipe, 1 << 10, engine.window_tokens)
     encoding = ModelEncoding(tokenizer_of(), "tiny")
-    replay = Replay(mode, rules, BreakFinder(encoding.piece))
+    replay = Replay(mode, rules, BreakFinder(encoding.piece), encoding.tokens)
     seen, reused = [], 0
     for prompt in prompts:
         ids = encoding.prompt(Logged(prompt=prompt))
@@ -347,7 +348,9 @@ def test_a_tokenizer_alone_gives_ids_and_bytes(tmp_path: Path, capsys: Any) -> N
     tokenizer_of().save_pretrained(tmp_path / "tokenizer")
     path = write(tmp_path / "log", reordered(30, DOCUMENTS[:2]))
     assert "token ids of" in run(capsys, path, "--tokenizer", tmp_path / "tokenizer")[1]
-    model_of("llama").config.save_pretrained(tmp_path / "tokenizer")
+    config = deepcopy(model_of("llama").config)
+    config.dtype = None  # whoever used this model before may have set it
+    config.save_pretrained(tmp_path / "tokenizer")
     found = json.loads(run(capsys, path, "--tokenizer", tmp_path / "tokenizer", "--json", "--budget", "100K")[1])
     # 3 layers, 2 heads of 16 numbers, keys and values, in 16 bits as the configuration names no dtype
     assert found["kept_bytes"]["exact"] == found["kept_tokens"]["exact"] * 3 * 2 * 16 * 2 * 2

@@ -351,7 +351,7 @@ CHEAP_TO_MOVE = CostModel(pass_s=0.0, token_s=1.0, pair_s=0.0, move_s=1e-9)
 def test_a_prompt_that_is_cheaper_to_compute_is_computed_and_says_why() -> None:
     engine = engine_of(fallback=True)
     engine.warm(DOCUMENTS)
-    engine._serving.costs = CHEAP_TO_COMPUTE
+    engine._serving.planning.costs = CHEAP_TO_COMPUTE
     full = engine.prefill(REORDERED)
     assert full.usage.approximate_tokens == 0
     assert off_by(engine, full) < LIMIT
@@ -360,7 +360,7 @@ def test_a_prompt_that_is_cheaper_to_compute_is_computed_and_says_why() -> None:
     assert "not worth" in str(answer.fallback_reason)
     assert list(answer.token_ids) == plain_answer(engine.model, full.token_ids, 4)
     assert sum(engine.stats().fallbacks.values()) == 2
-    engine._serving.costs = CHEAP_TO_MOVE
+    engine._serving.planning.costs = CHEAP_TO_MOVE
     assert engine.prefill(REORDERED).usage.approximate_tokens > 0
     assert sum(engine.stats().fallbacks.values()) == 2
 
@@ -368,7 +368,7 @@ def test_a_prompt_that_is_cheaper_to_compute_is_computed_and_says_why() -> None:
 def test_no_fallback_where_it_is_switched_off() -> None:
     engine = engine_of(fallback=False)
     engine.warm(DOCUMENTS)
-    engine._serving.costs = CHEAP_TO_COMPUTE
+    engine._serving.planning.costs = CHEAP_TO_COMPUTE
     found = engine.prefill(REORDERED)
     assert found.usage.approximate_tokens > 0
     assert found.fallback_reason is None
@@ -376,7 +376,7 @@ def test_no_fallback_where_it_is_switched_off() -> None:
 
 def test_the_default_cost_model_is_measured_and_lets_a_request_through_either_way() -> None:
     engine = engine_of(fallback=True)
-    costs = engine._serving.costs
+    costs = engine._serving.planning.costs
     assert costs is not None
     assert costs.token_s > 0
     assert costs.move_s > 0

@@ -17,14 +17,12 @@ from kvboost_rag.repair import (
     Recipe,
     Run,
     Scores,
-    asked_about,
     budgets,
     choose,
     expected,
     floor_positions,
     floors,
     most_whole,
-    says_something,
     seam_positions,
     top_positions,
     top_with_quota,
@@ -50,7 +48,8 @@ SCORES = st.integers(0, 2**32 - 1).map(lambda seed: np.random.default_rng(seed).
 
 
 def _named(*repeats: float, continued: bool = True) -> Asked:
-    return Asked(np.array(repeats, np.float32), np.full(len(repeats), continued))
+    every = np.full(len(repeats), True)
+    return Asked(np.empty(0, np.int64), np.array(repeats, np.float32), every & continued, every)
 
 
 def _inside(runs: list[Run]) -> set[int]:
@@ -231,83 +230,22 @@ def test_without_a_query_probe_words_alone_say_what_a_question_is_about() -> Non
     assert whole_runs(recipe, runs, None, _named(0.0, 0.0, 0.0)) == []
 
 
-def test_what_a_question_names_counts_as_much_as_what_it_attends_to() -> None:
-    runs = [Run(10, 70), Run(72, 130), Run(132, 190), Run(192, 250)]
-    ids = np.arange(1000, 1300, dtype=np.int32)
-    ids[[20, 80, 140, 261]] = 7  # all but one hold it
-    ids[[100, 260]] = 9  # asked about, and only the second run holds it
-    ids[[10, 150, 200, 262]] = 11  # the others hold it, so the one behind the second says more than that
-    asked = asked_about(ids, runs, np.array([260, 261, 262]), lambda token: True)
-    assert asked.repeats.tolist() == pytest.approx([2 / 9, 1 + 1 / 9, 2 / 9, 1 / 9])
-    assert asked.continued.tolist() == [True, True, False, False]
-    scores = np.zeros(300, np.float32)
-    scores[[15, 75, 135]] = 0.5, 0.2, 0.3
-    assert whole_runs(Recipe(), runs, scores) == runs[:2]
-    assert whole_runs(Recipe(), runs, scores, asked) == runs[1:3]
-    assert set(range(132, 190)) <= set(choose(Recipe(ratio=0.0), runs, scores, asked).tolist())
-    nothing = asked_about(ids, runs, np.array([270]), lambda token: True)  # no run holds it: attention decides
-    assert nothing.repeats.tolist() == [0.0] * 4
-    assert whole_runs(Recipe(), runs, scores, nothing) == runs[:1]
-    none = asked_about(ids, [], np.array([260]), lambda token: True)
-    assert (none.repeats.tolist(), none.continued.tolist()) == ([], [])
-    unasked = asked_about(ids, runs, np.empty(0, np.int64), lambda token: True)
-    assert (unasked.repeats.tolist(), unasked.continued.tolist()) == ([0.0] * 4, [False] * 4)
-
-
-@settings(max_examples=100, deadline=None)
-@given(_runs(), st.integers(0, 2**32 - 1), st.integers(1, 40))
-def test_words_are_counted_as_sets_would(runs: list[Run], seed: int, vocabulary: int) -> None:
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(0, vocabulary, PROMPT).astype(np.int32)
-    asking = np.arange(PROMPT - 20, PROMPT)
-    asked = asked_about(ids, runs, asking, lambda token: token % 2 == 0)
-    words = set(ids[asking].tolist())
-    held = [words & set(ids[run.start : run.end].tolist()) for run in runs]
-    for i, own in enumerate(held):
-        behind = held[i + 1] if i + 1 < len(runs) else set[int]()
-        assert asked.repeats[i] == pytest.approx(sum(1 / sum(w in other for other in held) ** 2 for w in own))
-        assert asked.continued[i] == any(word % 2 == 0 for word in behind - own)
-
-
-def test_what_stands_behind_is_recomputed_only_where_it_goes_on_about_what_is_asked() -> None:
-    runs = [Run(10, 70), Run(72, 130), Run(132, 190)]
-    ids = np.arange(1000, 1300, dtype=np.int32)
-    ids[[20, 260]] = 9  # names the first run
-    ids[[80, 150, 261]] = 7  # the second and the third have it, the first has not
-    asking = np.array([260, 261])
-    asked = asked_about(ids, runs, asking, lambda token: token == 7)
-    assert asked.continued.tolist() == [True, False, False]
-    assert whole_runs(Recipe(), runs, None, asked) == runs[:2]
-    particle = asked_about(ids, runs, asking, lambda token: token != 7)
-    assert particle.continued.tolist() == [False, False, False]
-    assert whole_runs(Recipe(), runs, None, particle) == runs[:1]
-    assert most_whole(Recipe(), runs) == 118  # before it is known what is asked
-
-
-@pytest.mark.parametrize(
-    ("piece", "says"),
-    [(" version", True), ("size", True), (" not", False), (" the", False), ("'s", False), ("\n\n", False), ("", False),
-     (" 2024", False), ("的版", True), (" да", True), ("<|im_end|>", True), ("()", False), (" a_b_c_d", True)],
-)  # fmt: skip
-def test_a_word_says_something_a_particle_does_not(piece: str, says: bool) -> None:
-    assert says_something(piece) is says
-
-
 def test_where_words_name_a_passage_no_probe_runs() -> None:
     runs = [Run(10, 70, mean=True), Run(72, 130, mean=True), Run(132, 400, mean=True)]
     recipe = Recipe()
     assert recipe.probe(runs) == "query"
-    assert recipe.probe(runs, _named(0.2, 1.0, 0.1)) is None
-    assert recipe.probe(runs, _named(0.1, 0.2, 1.0)) is None  # a long one is named: nothing is recomputed whole
-    assert recipe.probe(runs, _named(0.9, 1.0, 0.1)) == "query"
+    assert recipe.probe(runs, _named(0.2, 3.0, 0.1)) is None
+    assert recipe.probe(runs, _named(0.1, 0.2, 3.0)) is None  # a long one is named: nothing is recomputed whole
+    assert recipe.probe(runs, _named(2.9, 3.0, 0.1)) == "query"
+    assert recipe.probe(runs, _named(0.0, 1.0, 0.0)) == "query"  # a word may be there by chance
     assert recipe.probe(runs, _named(0.0, 0.0, 0.0)) == "query"
     met = [*runs, Run(402, 700)]  # a probe is to choose in the last one anyway
-    assert recipe.probe(met, _named(0.2, 1.0, 0.1, 0.1)) == "query"
+    assert recipe.probe(met, _named(0.2, 3.0, 0.1, 0.1)) == "query"
 
 
 def test_a_mapped_run_that_is_asked_about_is_recomputed_whole_if_the_budget_pays_for_it() -> None:
     runs = [Run(10, 210, mapped=True), Run(212, 412, mapped=True), Run(414, 614, mapped=True)]
-    scores, named = np.zeros(700, np.float32), _named(0.1, 1.0, 0.2)
+    scores, named = np.zeros(700, np.float32), _named(0.1, 3.0, 0.2)
     scores[[20, 21, 300, 301]] = 0.2, 0.2, 0.15, 0.15
     recipe = Recipe(mapped_ratio=0.4, floor_tokens=0)
     chosen = choose(recipe, runs, scores, named)
@@ -316,10 +254,10 @@ def test_a_mapped_run_that_is_asked_about_is_recomputed_whole_if_the_budget_pays
     assert len(chosen) == round(0.4 * 600)
     assert words_decide(recipe, runs, named)
     assert choose(recipe, runs, None, named).tolist() == list(range(212, 412))
-    assert not words_decide(recipe, runs, _named(0.9, 1.0, 0.2))  # words alone are not sure
+    assert not words_decide(recipe, runs, _named(2.9, 3.0, 0.2))  # words alone are not sure
     assert not words_decide(recipe, runs, _named(0.0, 0.0, 0.0))
     assert not words_decide(replace(recipe, mapped_ratio=0.9), runs, named)  # there is more to choose
-    assert not words_decide(recipe, [*runs, Run(616, 650)], _named(0.1, 1.0, 0.2, 0.0))
+    assert not words_decide(recipe, [*runs, Run(616, 650)], _named(0.1, 3.0, 0.2, 0.0))
     poor = replace(recipe, mapped_ratio=0.2)
     assert whole_runs(poor, runs, scores, named) == []
     assert len(choose(poor, runs, scores, named)) == round(0.2 * 600)
@@ -357,10 +295,10 @@ def test_as_many_tokens_are_expected_as_may_be_chosen(
 def test_what_words_name_is_expected_and_no_more() -> None:
     runs = [Run(10, 70, mean=True), Run(72, 130, mean=True), Run(132, 400, mean=True)]
     recipe = Recipe(ratio=0.0, mean_ratio=0.0)
-    named = _named(0.2, 1.0, 0.1, continued=False)
+    named = _named(0.2, 3.0, 0.1, continued=False)
     assert expected(recipe, runs) == 60 + 58 + 3 * 4
     assert expected(recipe, runs, named) == 58 + 3 * 4
     assert len(choose(recipe, runs, None, named)) == 58 + 2 * 4
-    assert expected(recipe, runs, _named(1.0, 1.0, 0.1)) == 60 + 58 + 3 * 4  # words do not tell
+    assert expected(recipe, runs, _named(3.0, 3.0, 0.1)) == 60 + 58 + 3 * 4  # words do not tell
     assert expected(Recipe(strategy="selective"), runs) == 3 * (4 + 16)
     assert expected(Recipe(strategy="none"), runs) == 0

@@ -213,3 +213,103 @@ def test_what_another_recipe_repaired_in_the_meantime_is_not_kept() -> None:
     engine.recipe = Recipe(ratio=1.0)
     list(stream)
     assert served_of(engine) == []
+
+
+# ---- chats over short passages ---------------------------------------------------------------------------------------
+
+NAMES = ("QWXZ", "JKVB", "YFHP", "UIOE")  # no word of the texts has these letters
+NAMED = [f"{name}. {document}" for name, document in zip(NAMES, DOCUMENTS, strict=True)]
+
+
+def named_chat(name: str) -> tuple[Engine, list[dict[str, str]]]:
+    """An engine that was asked about one of four short documents, each of which has a name; and the chat so far."""
+    engine = engine_of(repair_whole_passages=1)
+    engine.warm(NAMED)
+    chat = [{"role": "user", "content": prompt_of(NAMED[::-1], question=f"What is {name}?")}]
+    engine.prefill(chat)
+    return engine, chat
+
+
+def and_then(chat: list[dict[str, str]], question: str) -> list[dict[str, str]]:
+    return [*chat, {"role": "assistant", "content": "A river."}, {"role": "user", "content": question}]
+
+
+def whole(engine: Engine, found: Prefill) -> list[str]:
+    """Names of the documents none of whose KV is as it was moved."""
+    kept = set(found.plan.computed) | set(engine_repaired(engine, found))
+    texts = [(engine.tokenizer.decode(found.token_ids[r.start : r.end]), r) for r in found.plan.runs]
+    return [name for text, run in texts for name in NAMES if name in text and kept >= set(range(run.start, run.end))]
+
+
+def engine_repaired(engine: Engine, found: Prefill) -> list[int]:
+    header = max(served_of(engine), key=lambda header: len(header.tokens))
+    fresh = engine._library._served[header.key].fresh
+    return [i for i in range(len(found.token_ids)) if fresh[i]]
+
+
+def test_a_turn_about_another_short_passage_is_repaired_anew() -> None:
+    engine, chat = named_chat(NAMES[1])
+    found = engine.prefill(and_then(chat, f"What is {NAMES[2]}?"))
+    assert len(found.plan.runs) >= 4
+    assert whole(engine, found) == [NAMES[2]]
+    assert len(served_of(engine)) == 1  # in place of the turn before
+
+
+def test_a_turn_about_the_same_passage_goes_on_from_what_was_served() -> None:
+    engine, chat = named_chat(NAMES[1])
+    longer = and_then(chat, f"Why {NAMES[1]}?")
+    found = engine.prefill(longer)
+    assert not found.plan.runs
+    assert found.usage.computed_tokens < 60
+    again = engine.prefill(and_then(longer, f"How {NAMES[1]}?"))  # that is known of what goes on, too
+    assert not again.plan.runs
+    assert engine.prefill(and_then(longer, f"How {NAMES[3]}?")).plan.runs
+
+
+@pytest.mark.parametrize("question", ["??", "!"])
+def test_a_turn_that_names_no_passage_goes_on_from_what_was_served(question: str) -> None:
+    engine, chat = named_chat(NAMES[1])
+    assert not engine.prefill(and_then(chat, question)).plan.runs
+
+
+def test_the_same_prompt_again_is_taken_as_it_was_served_whatever_it_names() -> None:
+    engine, chat = named_chat(NAMES[1])
+    assert engine.prefill(chat).usage.computed_tokens == 1
+
+
+def test_a_short_passage_that_comes_new_is_repaired_beside_what_was_served() -> None:
+    engine, chat = named_chat(NAMES[1])
+    engine.warm(["HJQK. " + text(330, 25)])
+    found = engine.prefill(and_then(chat, "HJQK. " + text(330, 25) + "\n\nWhat is HJQK?"))
+    assert len(found.plan.runs) == 1
+    assert any(segment.settled for segment in found.plan.segments)
+
+
+def test_exact_calls_and_other_repair_do_not_ask_what_is_named() -> None:
+    engine, chat = named_chat(NAMES[1])
+    longer = and_then(chat, f"What is {NAMES[2]}?")
+    assert engine.prefill(longer, reuse="exact", store=False).usage.approximate_tokens == 0
+    engine.recipe = Recipe(strategy="selective")
+    engine.prefill(chat)
+    assert not engine.prefill(longer).plan.runs
+
+
+def test_long_passages_in_a_served_prompt_are_left_as_they_are() -> None:
+    documents = [f"{name}. {text(seed, 130)}" for name, seed in zip(NAMES, (320, 321), strict=False)]
+    engine = engine_of(repair_whole_passages=1)
+    engine.warm(documents)
+    chat = [{"role": "user", "content": prompt_of(documents[::-1])}]
+    engine.prefill(chat)
+    assert not engine.prefill(and_then(chat, f"What is {NAMES[0]}?")).plan.runs
+
+
+def test_a_question_that_was_asked_about_other_documents_is_computed() -> None:
+    engine = engine_of()
+    engine.warm(DOCUMENTS)
+    question = "Which river stands behind the walnut garden, and which engine is in the valley of the copper window?"
+    engine.prefill(prompt_of(DOCUMENTS[:2], question=question))
+    found = engine.prefill(prompt_of(DOCUMENTS[2:], question=question))
+    count = len(engine.tokenize(question))
+    assert count > 24
+    assert found.plan.segments[-1].kind == "compute"
+    assert len(found.plan.segments[-1]) >= count

@@ -186,7 +186,7 @@ def test_a_fallback_is_told_with_its_kind() -> None:
     records: list[RequestRecord] = []
     engine.observers.add(records.append)
     engine.warm(DOCUMENTS)
-    engine._serving.costs = CostModel(pass_s=0.0, token_s=1e-9, pair_s=0.0, move_s=1.0)  # computing is cheap
+    engine._serving.planning.costs = CostModel(pass_s=0.0, token_s=1e-9, pair_s=0.0, move_s=1.0)  # computing is cheap
     answer = engine.generate(prompt_of(DOCUMENTS[::-1]), sampling=SHORT)
     (record,) = records
     assert record.fallback is not None

@@ -19,7 +19,9 @@ from .scoring import greedy, option_ids, score
 
 FULL, PREFIX, EXACT, SEEN, UNREPAIRED, NOTHING = "full", "prefix", "exact", "seen", "unrepaired", "no documents"
 OURS = "ours"  # followed by its budget
-KINDS = (FULL, PREFIX, EXACT, OURS, SEEN, UNREPAIRED, NOTHING)
+ANEW = "ours anew"  # every turn of a chat repaired again, not what was served gone on from
+KINDS = (FULL, PREFIX, EXACT, OURS, ANEW, SEEN, UNREPAIRED, NOTHING)
+USUAL = tuple(kind for kind in KINDS if kind != ANEW)
 BUDGETS = ("default", "0.3")
 Learns = Literal["nothing", "collection", "prompts", "first document"]
 INTRODUCTION = "Hello."  # what a preamble was served with before the questions begin
@@ -63,7 +65,7 @@ class Lab:
     each prompt's first document was warmed behind its preamble, too. `seen` repairs what earlier prompts of the set
     left, and nothing was warmed for it. `ours` and `unrepaired` have ingested the collection of a block of sets; where
     questions stand alone they keep no prompt, so that they can share one store; in a chat, whose turns build on each
-    other, each has an engine of its own.
+    other, each has an engine of its own. `ours anew` is `ours` with `served_share=0`, for chats only.
 
     Args:
         model: id or folder.
@@ -82,7 +84,7 @@ class Lab:
         model: str,
         dtype: str,
         *,
-        kinds: Sequence[str] = KINDS,
+        kinds: Sequence[str] = USUAL,
         budgets: Sequence[str] = BUDGETS,
         chat: bool = False,
         answer_tokens: int = 40,
@@ -103,6 +105,11 @@ class Lab:
         for number, (name, recipe) in enumerate(repairs):
             engine = self.main if number == 0 or not chat else self._another(reuse="approximate")
             arms.append(Arm(name, engine, "default", "approximate", "collection", chat, recipe))
+        if ANEW in kinds:
+            if not chat:
+                raise ValueError(f"{ANEW!r} is an arm of chats only: questions that stand alone continue no prompt")
+            anew = self._another(reuse="approximate", served_share=0.0)
+            arms.append(Arm(ANEW, anew, "default", "approximate", "collection", chat, base))
         if kinds & {PREFIX, EXACT}:
             exact = self._another(reuse="exact")
             made = {PREFIX: Arm(PREFIX, exact, PREFIX, "exact", "prompts", store=True),
@@ -116,8 +123,8 @@ class Lab:
             arms.append(Arm(NOTHING, self.main, "default", "off", documents=False))
         return arms
 
-    def _another(self, reuse: Literal["exact", "approximate"]) -> Engine:
-        config = replace(self.main.config, reuse=reuse)
+    def _another(self, reuse: Literal["exact", "approximate"], **settings: Any) -> Engine:
+        config = replace(self.main.config, reuse=reuse, **settings)
         return Engine(self.main.model, self.main.tokenizer, config)
 
     def tokenize(self, text: str) -> list[int]:

@@ -97,7 +97,7 @@ def analyze(log: Log, encoding: Encoding, rules: Rules) -> Analysis:
     """
     skipped, tally = Skipped(), Tally()
     breaks = BreakFinder(encoding.piece)
-    exact, approximate = Replay("exact", rules, breaks), Replay("approximate", rules, breaks)
+    exact, approximate = (Replay(mode, rules, breaks, encoding.tokens) for mode in ("exact", "approximate"))
     tenants, order = set[str](), Counter[bool]()
     last: float | None = None
     try:

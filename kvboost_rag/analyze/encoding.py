@@ -10,6 +10,7 @@ from ..chunks import IntArray, as_ids
 from ..errors import PromptError
 from ..messages import check_text
 from ..prompts import PromptEncoder
+from ..question import Alike, Tokens, says_something
 from ..tools.formats import JSON, detect
 from ..tools.prompting import fallback, fit_roles
 from ..tools.schemas import canonical_tools
@@ -33,6 +34,11 @@ class Encoding(Protocol):
     @property
     def about(self) -> str:
         """Where the ids come from, for the report."""
+        ...
+
+    @property
+    def tokens(self) -> Tokens:
+        """What single tokens are."""
         ...
 
     def prompt(self, logged: Logged) -> IntArray:
@@ -66,6 +72,7 @@ class ModelEncoding:
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer, self._encoder = tokenizer, PromptEncoder(tokenizer)
         self.about = f"token ids of {name}"
+        self.tokens = self._encoder.tokens
 
     def prompt(self, logged: Logged) -> IntArray:
         """Ids of a prompt.
@@ -115,6 +122,7 @@ class EstimatedEncoding:
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
         self._pieces: list[str] = []
+        self.tokens = Tokens(lambda token: says_something(self.piece(token)), same=Alike(self.piece))
 
     def prompt(self, logged: Logged) -> IntArray:
         """Ids of a prompt.

@@ -1,12 +1,11 @@
 """A log run through the engine's own index, planner, keeping rules and cost model; only the KV is missing.
 
-It stands beside `serving`, step by step: look up, plan, compare costs, keep. A test holds the two together on a real
-model.
+It plans as `serving` does, and keeps what that would. A test holds the two together on a real model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -18,10 +17,11 @@ from ..costs import CostModel
 from ..keeping import Keeper
 from ..kv import RequestKV, StoredRun
 from ..library import Library
-from ..planner import Plan, make_plan, without_approximate
-from ..repair import Recipe
+from ..planner import Plan, fresh_of, make_plan
+from ..planning import Planned, Planning
+from ..question import Tokens
+from ..repair import Recipe, named_runs
 from ..rope import Rope
-from ..serving import WORTH
 from ..store import KVShape
 from ..store.policies import policy_of
 from ..worth import Appraiser
@@ -123,9 +123,10 @@ class Replay:
         mode: "exact" or "approximate".
         rules: see there; the budget is that of ``rules.config``.
         breaks: finds sentence ends.
+        tokens: what single tokens are.
     """
 
-    def __init__(self, mode: Reuse, rules: Rules, breaks: BreakFinder) -> None:
+    def __init__(self, mode: Reuse, rules: Rules, breaks: BreakFinder, tokens: Tokens) -> None:
         self._mode, self._rules = mode, rules
         self.kept_tokens = 0
         config = rules.config
@@ -137,6 +138,8 @@ class Replay:
             policy=policy_of(config.eviction, config.ram_budget_bytes),
             worth=appraiser.worth,
         )
+        weighed = rules.costs if config.fallback else None
+        self._planning = Planning(self.library, tokens, replace(config, reuse=mode), costs=weighed)
         self._keeper = Keeper(
             self.library,
             breaks,
@@ -149,39 +152,33 @@ class Replay:
 
     def step(self, scope: Scope, ids: IntArray, answer: IntArray) -> Step:
         """Serve a prompt and keep what the engine would keep of it and its answer."""
-        costs, moves = self._rules.costs, self._mode == "approximate"
-        match = self.library.match(scope, ids, approximate=moves)
-        full = make_plan(len(ids), match.exact, match.approximate, match.headers, match.served)
-        compute = costs.compute(full)
-        step = Step(full, compute, match.hits)
-        if full.tokens("approximate"):
-            reuse = costs.reuse(full, self._rules.recipe)
-            cheap = not full.runs or not self._rules.config.fallback or reuse < WORTH * compute
-            step = (
-                Step(full, reuse, match.hits)
-                if cheap
-                else Step(without_approximate(full), compute, match.hits, fell_back=True)
-            )
-        with self.library.pin(step.plan.keys):  # a use, by which the store's policy decides what leaves
+        costs, recipe = self._rules.costs, self._rules.recipe
+        planned = self._planning.plan(scope, ids, recipe, reuse=self._mode)
+        plan = planned.plan
+        seconds = costs.reuse(plan, recipe) if plan.tokens("approximate") else costs.compute(plan)
+        with self.library.pin(plan.keys):  # a use, by which the store's policy decides what leaves
             pass
-        self._keep(scope, ids, answer, step, full)
-        return step
+        self._keep(scope, ids, answer, planned)
+        return Step(plan, seconds, planned.stored or (), fell_back=planned.fallback is not None)
 
-    def _keep(self, scope: Scope, ids: IntArray, answer: IntArray, step: Step, full: Plan) -> None:
+    def _keep(self, scope: Scope, ids: IntArray, answer: IntArray, planned: Planned) -> None:
         n, whole = len(ids), np.concatenate([ids, answer[:-1]])  # nothing runs on the last token of an answer
-        pure = step.plan.pure_until == n
+        pure = planned.plan.pure_until == n
         if not pure:
-            self._keeper.keep_served(scope, whole, _NO_KV, prompt_tokens=n)
-        new = [(segment.start, segment.end) for segment in full.segments if segment.kind == "compute"]
-        if step.hits and step.hits[-1].end >= n:
-            new.pop()  # the last token runs although it is stored
+            asked = planned.plan.asked
+            named = named_runs(self._rules.recipe, planned.plan.runs, asked) if asked else None
+            whole_ones = [np.arange(run.start, run.end) for run in named or ()]
+            repaired = np.concatenate([np.empty(0, np.int64), *whole_ones])
+            fresh = fresh_of(planned.plan, repaired, planned.fresh)
+            self._keeper.keep_served(scope, whole, _NO_KV, prompt_tokens=n, fresh=fresh)
+        new = list(planned.new)
         if not new:
             return
         end = n
         if pure and new[-1][1] == n:
             end = len(whole)
             new[-1] = (new[-1][0], end)
-        exact_until = end if pure else step.plan.pure_until
+        exact_until = end if pure else planned.plan.pure_until
         kept = self._keeper.keep_prompt(scope, whole[:end], _NO_KV, new=new, exact_until=exact_until)
         self.kept_tokens += sum(map(len, kept))
 

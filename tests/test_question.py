@@ -1,0 +1,179 @@
+"""What a prompt asks: the last turn of a chat, and which passages have words of it; what was said before is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvboost_rag.chunks import IntArray, as_ids
+from kvboost_rag.planner import Plan, Segment
+from kvboost_rag.question import (
+    QUESTION_TOKENS,
+    Alike,
+    Tokens,
+    asked_about,
+    beginning_of,
+    question_of,
+    read,
+    says_something,
+)
+from kvboost_rag.repair import Recipe, Run, choose, most_whole, named_runs, whole_runs
+from tests.test_repair import PROMPT, _runs
+
+END, BEGIN, USER, MODEL = 1, 2, 3, 4  # of a chat template: a turn ends, a turn begins, and who speaks
+CHAT = Tokens(markers=lambda: as_ids([END, BEGIN]), written=lambda: as_ids([END, BEGIN, USER, MODEL]))
+WORDS = Tokens()
+
+
+def _ids(*tokens: int) -> IntArray:
+    return np.array(tokens, np.int32)
+
+
+def test_the_question_of_a_chat_is_what_the_last_turn_says() -> None:
+    ids = _ids(BEGIN, USER, 50, 51, END, BEGIN, MODEL, 60, END, BEGIN, USER, 70, 71, END, BEGIN, MODEL)
+    new = np.arange(2, len(ids))
+    assert question_of(ids, new, CHAT).tolist() == list(range(10, 16))  # with what begins the answer
+    assert question_of(ids, new, WORDS).tolist() == new.tolist()
+    assert beginning_of(ids, CHAT) == 10
+    assert question_of(ids, np.array([3, 7, 12, 15]), CHAT).tolist() == [12, 15]
+    assert question_of(ids, np.array([15]), CHAT).tolist() == [15]  # all else of it is stored
+
+
+def test_a_question_of_one_word_is_one() -> None:
+    ids = _ids(BEGIN, USER, 50, 51, END, BEGIN, USER, 70, END, BEGIN, MODEL)
+    assert question_of(ids, np.arange(len(ids)), CHAT).tolist() == list(range(6, 11))
+
+
+def test_what_a_template_writes_is_no_question() -> None:
+    thinking = replace(CHAT, written=lambda: as_ids([END, BEGIN, USER, MODEL, 5, 6]))
+    ids = _ids(BEGIN, USER, 70, 71, END, BEGIN, MODEL, 5, 6)
+    assert question_of(ids, np.arange(len(ids)), thinking).tolist() == list(range(1, 9))
+    nothing = _ids(BEGIN, USER, END, BEGIN, MODEL)
+    assert question_of(nothing, np.arange(5), CHAT).tolist() == list(range(5))
+
+
+def test_a_long_question_counts_from_its_end() -> None:
+    ids = np.arange(100, 400, dtype=np.int32)
+    assert question_of(ids, np.arange(300), CHAT).tolist() == list(range(300 - QUESTION_TOKENS, 300))
+    assert beginning_of(ids, CHAT) == beginning_of(ids, WORDS) == 300 - QUESTION_TOKENS
+    documents_between = np.array([10, 150, 151, 299])
+    assert question_of(ids, documents_between, CHAT).tolist() == documents_between.tolist()
+
+
+def test_what_was_said_before_is_no_passage_that_a_question_names() -> None:
+    runs = [Run(10, 40), Run(42, 70), Run(72, 90)]
+    ids = np.arange(1000, 1100, dtype=np.int32)
+    ids[[75, 76, 77, 91, 92, 93]] = 7, 8, 9, 7, 8, 9  # the turn before repeats all of the question
+    ids[[80, 50, 51]] = END, 8, 9
+    asked = asked_about(ids, runs, np.array([91, 92, 93]), CHAT)
+    assert asked.passages.tolist() == [True, True, False]
+    assert asked.repeats.tolist() == [0.0, 3.0, 0.0]
+    assert asked.continued.tolist() == [True, False, False]
+    assert named_runs(Recipe(), runs, asked) == [runs[1]]
+    assert named_runs(Recipe(), runs, asked, least=3.0) is None
+    scores = np.zeros(100, np.float32)
+    scores[75], scores[15] = 9.0, 1.0
+    assert whole_runs(Recipe(), runs, scores, asked) == [runs[1]]
+    assert whole_runs(Recipe(whole_asked=3), runs, scores, asked) == [runs[1], runs[0]]
+
+
+def test_who_speaks_is_no_word_of_the_question() -> None:
+    ids = _ids(50, USER, 51, 60, MODEL, 61, END, BEGIN, USER, 61, END, BEGIN, MODEL)
+    asked = asked_about(ids, [Run(0, 3), Run(3, 6)], np.arange(8, 13), CHAT)
+    assert asked.repeats.tolist() == [0.0, 1.0]
+    nothing = asked_about(ids, [Run(0, 3), Run(3, 6)], np.arange(10, 13), CHAT)
+    assert nothing.repeats.tolist() == [0.0, 0.0]
+
+
+def test_a_plan_is_read_from_where_it_is_told_to() -> None:
+    ids = np.arange(100, 140, dtype=np.int32)
+    ids[[5, 35]] = 7
+    segments = (Segment("compute", 0, 4), Segment("approximate", 4, 20, "a"), Segment("compute", 20, 40))
+    plan = Plan(40, segments, (Run(4, 20),))
+    found = read(ids, plan, Recipe(), WORDS, since=30).asked
+    assert found is not None
+    assert (found.question.tolist(), found.repeats.tolist()) == (list(range(30, 40)), [1.0])
+    everything = read(ids, plan, Recipe(whole_asked=0), WORDS).asked  # nothing depends on words
+    assert everything is not None
+    assert (everything.question.tolist(), everything.repeats.tolist()) == (list(range(20, 40)), [0.0])
+
+
+def test_what_a_question_names_counts_as_much_as_what_it_attends_to() -> None:
+    runs = [Run(10, 70), Run(72, 130), Run(132, 190), Run(192, 250)]
+    ids = np.arange(1000, 1300, dtype=np.int32)
+    ids[[20, 80, 140, 261]] = 7  # all but one hold it
+    ids[[100, 260]] = 9  # asked about, and only the second run holds it
+    ids[[10, 150, 200, 262]] = 11  # the others hold it, so the one behind the second says more than that
+    asked = asked_about(ids, runs, np.array([260, 261, 262]), WORDS)
+    assert asked.repeats.tolist() == pytest.approx([2 / 9, 1 + 1 / 9, 2 / 9, 1 / 9])
+    assert asked.continued.tolist() == [True, True, False, False]
+    scores = np.zeros(300, np.float32)
+    scores[[15, 75, 135]] = 0.5, 0.2, 0.3
+    assert whole_runs(Recipe(), runs, scores) == runs[:2]
+    assert whole_runs(Recipe(), runs, scores, asked) == runs[1:3]
+    assert set(range(132, 190)) <= set(choose(Recipe(ratio=0.0), runs, scores, asked).tolist())
+    nothing = asked_about(ids, runs, np.array([270]), WORDS)  # no run holds it: attention decides
+    assert nothing.repeats.tolist() == [0.0] * 4
+    assert whole_runs(Recipe(), runs, scores, nothing) == runs[:1]
+    none = asked_about(ids, [], np.array([260]), WORDS)
+    assert (none.repeats.tolist(), none.continued.tolist()) == ([], [])
+    unasked = asked_about(ids, runs, np.empty(0, np.int64), WORDS)
+    assert (unasked.repeats.tolist(), unasked.continued.tolist()) == ([0.0] * 4, [False] * 4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_runs(), st.integers(0, 2**32 - 1), st.integers(1, 40))
+def test_words_are_counted_as_sets_would(runs: list[Run], seed: int, vocabulary: int) -> None:
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, vocabulary, PROMPT).astype(np.int32)
+    asking = np.arange(PROMPT - 20, PROMPT)
+    asked = asked_about(ids, runs, asking, Tokens(lambda token: token % 2 == 0))
+    words, pairs = set(ids[asking].tolist()), set(pairwise(ids[asking].tolist()))
+    texts = [ids[run.start : run.end].tolist() for run in runs]
+    held = [words & set(one) for one in texts]
+    both: list[set[object]] = [{*own, *(pairs & set(pairwise(one)))} for own, one in zip(held, texts, strict=True)]
+    for i, own in enumerate(held):
+        behind = held[i + 1] if i + 1 < len(runs) else set[int]()
+        assert asked.repeats[i] == pytest.approx(sum(1 / sum(w in other for other in both) ** 2 for w in both[i]))
+        assert asked.continued[i] == any(word % 2 == 0 for word in behind - own)
+
+
+def test_what_stands_behind_is_recomputed_only_where_it_goes_on_about_what_is_asked() -> None:
+    runs = [Run(10, 70), Run(72, 130), Run(132, 190)]
+    ids = np.arange(1000, 1300, dtype=np.int32)
+    ids[[20, 260]] = 9  # names the first run
+    ids[[80, 150, 261]] = 7  # the second and the third have it, the first has not
+    asking = np.array([260, 261])
+    asked = asked_about(ids, runs, asking, Tokens(lambda token: token == 7))
+    assert asked.continued.tolist() == [True, False, False]
+    assert whole_runs(Recipe(), runs, None, asked) == runs[:2]
+    particle = asked_about(ids, runs, asking, Tokens(lambda token: token != 7))
+    assert particle.continued.tolist() == [False, False, False]
+    assert whole_runs(Recipe(), runs, None, particle) == runs[:1]
+    assert most_whole(Recipe(), runs) == 118  # before it is known what is asked
+
+
+def test_a_word_is_the_same_at_the_beginning_of_a_text_and_in_a_sentence() -> None:
+    pieces = {1: " git", 2: "git", 3: "Git", 4: " ", 5: "\n", 6: "-man", 7: " grit"}
+    alike = Alike(pieces.__getitem__)
+    numbers = alike(_ids(1, 2, 3, 4, 5, 6, 7)).tolist()
+    assert numbers[0] == numbers[1] == numbers[2]
+    assert len(set(numbers)) == 5
+    runs = [Run(0, 2), Run(3, 5)]
+    ids = _ids(2, 6, 4, 7, 6, 4, 4, 1, 6)  # "git-man" and "grit-man", and the question for " git-man"
+    asked = asked_about(ids, runs, np.array([7, 8]), Tokens(same=alike))
+    assert asked.repeats.tolist() == [2.25, 0.25]  # "git", both in a row, and "-man", which the other has, too
+
+
+@pytest.mark.parametrize(
+    ("piece", "says"),
+    [(" version", True), ("size", True), (" not", False), (" the", False), ("'s", False), ("\n\n", False), ("", False),
+     (" 2024", False), ("的版", True), (" да", True), ("<|im_end|>", True), ("()", False), (" a_b_c_d", True)],
+)  # fmt: skip
+def test_a_word_says_something_a_particle_does_not(piece: str, says: bool) -> None:
+    assert says_something(piece) is says
