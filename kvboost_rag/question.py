@@ -119,9 +119,9 @@ def asked_about(ids: IntArray, runs: Sequence[Run], question: Positions, tokens:
         question: its positions.
         tokens: what they are.
     """
-    markers, same = tokens.markers(), tokens.same(ids)
+    marked, same = np.isin(ids, tokens.markers()), tokens.same(ids)
     said = _said(ids, question, tokens)
-    passages = np.array([not np.isin(ids[run.start : run.end], markers).any() for run in runs], bool)
+    passages = np.array([not marked[run.start : run.end].any() for run in runs], bool)
     told = [run for run, passage in zip(runs, passages, strict=True) if passage]
     words, first = np.unique(same[said], return_index=True)
     held = np.zeros((len(runs), len(words)), bool)
