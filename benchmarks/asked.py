@@ -1,7 +1,7 @@
 """How often the words of a question tell which passage it is about, and how often rightly.
 
-Questions of `gold.py`'s workloads, whose passage is known, and follow-ups behind its conversations, which name none. No
-model runs: only its tokenizer is loaded.
+Questions of `gold.py`'s workloads with a short passage, and follow-ups behind its conversations, which name none:
+right is then the passage that was asked about before. No model runs: only its tokenizer is loaded.
 
     python benchmarks/asked.py --json results/asked.json
 """
@@ -22,9 +22,10 @@ from goldset.records import Conversations, Records, split_passages
 
 from kvboost_rag.chunks import IntArray
 from kvboost_rag.hf import load_tokenizer
+from kvboost_rag.planner import Plan, Segment
 from kvboost_rag.prompts import PromptEncoder
-from kvboost_rag.question import asked_about, question_of
-from kvboost_rag.repair import Recipe, Run, named_runs
+from kvboost_rag.question import read
+from kvboost_rag.repair import Recipe, Run, most_whole, named_runs
 
 FOLLOW_UPS = (
     "And its size?",
@@ -42,6 +43,7 @@ FOLLOW_UPS = (
     "OK, and what does that mean for me?",
     "Could you explain it in simpler words?",
 )
+NO_MATTER = -1
 COLUMNS = ("workload", "questions", "told", "rightly")
 
 
@@ -56,11 +58,18 @@ def main() -> None:
     encoder = PromptEncoder(tokenizer)
     rows = []
     for name, workload in workloads(tokenizer, encoder, args.seed).items():
-        asked = [pair for pair in bar(list(prompts(workload, args.items, name == "follow-ups")), name)]
-        told = [named(encoder, *pair) for pair in asked]
-        known = [(one, question) for one, (question, _) in zip(told, asked, strict=True) if one is not None]
-        right = sum(name != "follow-ups" and one == gold_of(question) for one, question in known)
-        rows.append({"workload": name, "questions": len(asked), "told": len(known), "rightly": right})
+        pairs = list(prompts(workload, args.items, name == "follow-ups"))
+        read_ones = [(gold_of(pair[0]), named(encoder, *pair)) for pair in bar(pairs, name)]
+        told = [(gold, found) for gold, found in read_ones if found is not None]
+        known = [(gold, found) for gold, found in told if found != NO_MATTER]
+        rows.append(
+            {
+                "workload": name,
+                "questions": len(read_ones) - (len(told) - len(known)),
+                "told": len(known),
+                "rightly": sum(gold == found for gold, found in known),
+            }
+        )
     print(markdown(COLUMNS, rows))
     print(f"\n`{' '.join(sys.argv)}`")
     write(args.json, vars(args), rows=rows)
@@ -105,13 +114,17 @@ def gold_of(question: Question) -> int:
 
 
 def named(encoder: PromptEncoder, question: Question, messages: list[dict[str, str]]) -> int | None:
-    """The passage that words tell; None if they do not."""
+    """The passage that words tell; None if they do not, `NO_MATTER` where all passages are long."""
     ids = encoder.encode(messages)
     runs = list(places(ids, [encoder.encode_text(text) for text in question.all_documents]))
-    moved = np.concatenate([np.arange(run.start, run.end) for run in runs])
-    new = np.setdiff1d(np.arange(runs[0].end, len(ids)), moved)
-    asked = asked_about(ids, runs, question_of(ids, new, encoder.tokens), encoder.tokens)
-    return None if named_runs(Recipe(), runs, asked) is None else int(asked.repeats.argmax())
+    segments = [Segment("compute", 0, runs[0].start)]
+    for run, end in zip(runs, [*(run.start for run in runs[1:]), len(ids)], strict=True):
+        segments += [Segment("approximate", run.start, run.end, "moved")]
+        segments += [Segment("compute", run.end, end)] if end > run.end else []
+    asked = read(ids, Plan(len(ids), tuple(segments), tuple(runs)), Recipe(), encoder.tokens).asked
+    if not most_whole(Recipe(), runs):
+        return NO_MATTER
+    return None if asked is None or named_runs(Recipe(), runs, asked) is None else int(asked.repeats.argmax())
 
 
 def places(ids: IntArray, documents: Sequence[IntArray]) -> Iterator[Run]:

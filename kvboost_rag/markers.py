@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from secrets import token_hex
 from typing import Any
@@ -14,6 +14,7 @@ from .errors import ConfigError, PromptError
 
 # Tags of reasoning and of tool calls: templates parse them in what the model wrote, and users write them on purpose.
 _PARSED_BY_TEMPLATES = re.compile("think|thought|reason|call|response|result|function", re.IGNORECASE)
+HARMLESS = "word"
 _MARKUP = re.compile(r"[<\[{|#@]")  # some tokenizers add ordinary words, which templates write too
 
 
@@ -23,18 +24,24 @@ class Markers:
     Args:
         ids: marker text → token id; None for a string that is no token and can only be refused.
         written: tokens that the chat template writes by itself.
+        opening: what it writes to begin an answer.
         unknown: tokens among them that stand for unknown characters.
 
     Attributes:
         tokens: tokens that no document holds: an honest text may hold only unknown ones. int32 ``(n,)``.
-        written: int32 ``(n,)``.
+        written, opening: int32 ``(n,)``.
     """
 
     def __init__(
-        self, ids: Mapping[str, int | None], written: Iterable[int] = (), unknown: Collection[int] = ()
+        self,
+        ids: Mapping[str, int | None],
+        *,
+        written: Iterable[int] = (),
+        opening: Sequence[int] = (),
+        unknown: Collection[int] = (),
     ) -> None:
         self.ids = dict(ids)
-        self.written = as_ids(sorted(written))
+        self.written, self.opening = as_ids(sorted(written)), as_ids(opening)
         self.tokens = as_ids(sorted({token for token in ids.values() if token is not None}.difference(unknown)))
         # As the tokenizer does: the leftmost match, and of those the longest.
         longest_first = sorted(self.ids, key=len, reverse=True)
@@ -198,7 +205,13 @@ class Literal:
 
 
 def find_markers(
-    codec: Codec, *, named: Collection[str], rendered: Iterable[str], extra: Collection[str] = ()
+    codec: Codec,
+    *,
+    named: Collection[str],
+    rendered: Iterable[str],
+    frame: str = "",
+    opening: str = "",
+    extra: Collection[str] = (),
 ) -> Markers:
     """The markers of a tokenizer and its chat template.
 
@@ -208,6 +221,8 @@ def find_markers(
         codec: the tokenizer.
         named: BOS, EOS and other tokens the tokenizer has a name for.
         rendered: harmless conversations, rendered.
+        frame: one of them in which a template says nothing of its own accord.
+        opening: what the template writes to begin an answer.
         extra: further markers, which need not be tokens.
     """
     written = {token for text in rendered for token in codec.encode(text)}
@@ -218,4 +233,6 @@ def find_markers(
         # Some tokenizers add runs of spaces, and some name an ordinary character as padding.
         if text in ids or ((added.special or text in named or turn) and len(text.strip()) > 1):
             ids[text] = token
-    return Markers(ids, written, codec.unknown)
+    begins = codec.encode(opening.rstrip())  # whitespace may merge with what follows
+    around = {*codec.encode(frame), *begins}.difference(codec.encode(HARMLESS))
+    return Markers(ids, written=around, opening=begins, unknown=codec.unknown)

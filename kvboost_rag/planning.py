@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .chunks import Hit, IntArray, Scope
 from .config import EngineConfig, Reuse
@@ -39,6 +39,15 @@ class Planned:
     def new(self) -> tuple[tuple[int, int], ...]:
         """Stretches of the prompt that nothing stored holds."""
         return () if self.stored is None else gaps(self.plan.prompt_tokens, self.stored)
+
+    @property
+    def chained(self) -> bool:
+        """Whether what is kept of the prompt serves its continuation: it tiles the prompt, and none of it was moved."""
+        n, at = self.plan.prompt_tokens, self.plan.exact_end
+        for start, end in self.new:
+            if start <= at:
+                at = end
+        return self.plan.pure_until == n and at >= n - 1
 
 
 class Planning:
@@ -87,12 +96,11 @@ class Planning:
             reason = f"the prompt has {n} tokens and the rotary frequencies change beyond {self._static_rope_tokens}"
             return Planned(make_plan(n, ()), Fallback("rotary", reason), None)
         # Text already stored is looked up even when this call may not use it, so that it is not stored again.
-        match = self._match(scope, ids)
+        match, mapped = self._match(scope, ids), NOTHING
         if reuse == "approximate":
             match = self._asks_elsewhere(scope, ids, match, recipe) or match
-        mapped = NOTHING
         if self._bridge is not None and reuse == "approximate":
-            mapped = self._bridge.match(scope, ids, match.hits, token_s=self._token_s)
+            mapped = self._without_question(ids, self._bridge.match(scope, ids, match.hits, token_s=self._token_s))
         # What cannot be repaired has no place in a prompt that is to equal a full prefill.
         full = self._plan_of(ids, match, mapped, changed_only=self._lossy and recipe.everything)
         if reuse == "exact":
@@ -105,15 +113,19 @@ class Planning:
 
     def _match(self, scope: Scope, ids: IntArray, *, served: bool = True) -> Match:
         moves, token_s = self._config.reuse == "approximate", self._token_s
-        return self._library.match(scope, ids, approximate=moves, served=served, token_s=token_s)
+        found = self._library.match(scope, ids, approximate=moves, served=served, token_s=token_s)
+        return self._without_question(ids, found)
+
+    def _without_question(self, ids: IntArray, match: Match) -> Match:
+        """A question that was asked before saw other documents then: it is new."""
+        return replace(match, approximate=until(match.approximate, beginning_of(ids, self._tokens), match.headers))
 
     def _plan_of(self, ids: IntArray, match: Match, mapped: Match, *, changed_only: bool = False) -> Plan:
         exact, settled = ((), None) if changed_only else (match.exact, match.served)
         return make_plan(
             len(ids),
             exact,
-            # A question that was asked before saw other documents then.
-            until(match.approximate, beginning_of(ids, self._tokens), match.headers),
+            match.approximate,
             {**match.headers, **mapped.headers},
             settled,
             transferred=mapped.approximate,
@@ -123,17 +135,18 @@ class Planning:
     def _asks_elsewhere(self, scope: Scope, ids: IntArray, match: Match, recipe: Recipe) -> Match | None:
         """What is stored besides the prompt as it was served, if the next question is about another short passage.
 
-        The one that the question before was about was recomputed whole, which draws attention to it.
+        The one that the question before was about was recomputed whole, which draws attention to it. Where that is not
+        worth its time, what was served goes on.
         """
         if match.served is None or not recipe.whole_asked or recipe.strategy != "cacheblend":
             return None
         anew = self._match(scope, ids, served=False)
-        plan = read(ids, self._plan_of(ids, anew, NOTHING), recipe, self._tokens, since=match.served.end)
+        plan = read(ids, self._plan_of(ids, anew, NOTHING), recipe, self._tokens)
         named = named_runs(recipe, plan.runs, plan.asked, least=HINT) if plan.asked else None
         moved = [run for run in named or () if run.end <= match.served.end]
         if match.fresh is not None:
             moved = [run for run in moved if not match.fresh[run.start : run.end].all()]
-        return anew if moved else None
+        return anew if moved and self._too_dear(plan, recipe) is None else None
 
     @property
     def _token_s(self) -> float | None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from .chunks import IntArray, as_ids
 from .config import Markers as MarkerMode
 from .errors import ConfigError, PromptError
-from .markers import Codec, Literal, Markers, find_markers
+from .markers import HARMLESS, Codec, Literal, Markers, find_markers
 from .messages import Conversation, Message, check_text, render
 from .question import Alike, Tokens, says_something
 
@@ -27,6 +27,7 @@ Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | npt.NDAr
 
 _EMPTY = "the prompt is empty; give a text, at least one message, or at least one token id"
 _PROBE_ROLES = (("user", "assistant", "user"), ("system", "user", "assistant", "user"), ("user", "assistant", "tool"))
+_LEAST_SAID = (_PROBE_ROLES[1], _PROBE_ROLES[0])  # a template may greet a conversation without a system message
 
 
 class PromptEncoder:
@@ -150,16 +151,20 @@ class PromptEncoder:
     @property
     def tokens(self) -> Tokens:
         """What single tokens are."""
-        return Tokens(self._is_word, self._held_by_none, self._written, Alike(self.piece))
+        return Tokens(
+            self._is_word,
+            self._ends_line,
+            markers=lambda: self._markers().tokens,
+            written=lambda: self._markers().written,
+            opening=lambda: self._markers().opening,
+            same=Alike(self.piece),
+        )
 
     def _is_word(self, token: int) -> bool:
         return says_something(self.piece(token))
 
-    def _held_by_none(self) -> IntArray:
-        return self._markers().tokens
-
-    def _written(self) -> IntArray:
-        return self._markers().written
+    def _ends_line(self, token: int) -> bool:
+        return "\n" in self.piece(token)
 
     def _string(self, prompt: str) -> list[int]:
         codec = self._need_codec()
@@ -234,20 +239,34 @@ class PromptEncoder:
                     *self._tokenizer.all_special_tokens,
                     *(getattr(self._tokenizer, "chat_control_tokens", None) or ()),
                 }
+                rendered = self._harmless(template)
                 markers = find_markers(
-                    self._need_codec(), named=named, rendered=self._harmless(template), extra=self._extra
+                    self._need_codec(),
+                    named=named,
+                    rendered=rendered.values(),
+                    frame=next((rendered[roles] for roles in _LEAST_SAID if roles in rendered), ""),
+                    opening=self._opening(template),
+                    extra=self._extra,
                 )
                 self._found = template, markers
             return self._found[1]
 
-    def _harmless(self, template: object) -> list[str]:
-        rendered = []
+    def _harmless(self, template: object) -> dict[tuple[str, ...], str]:
+        rendered: dict[tuple[str, ...], str] = {}
         for roles in _PROBE_ROLES if template else ():
             try:
-                rendered.append(self._render([{"role": role, "content": "word"} for role in roles], None, True))
+                rendered[roles] = self._render([{"role": role, "content": HARMLESS} for role in roles], None, True)
             except PromptError:
                 continue  # a template need not know every role
         return rendered
+
+    def _opening(self, template: object) -> str:
+        asked = [{"role": "user", "content": HARMLESS}]
+        try:
+            bare, opened = (self._render(asked, None, begun) for begun in (False, True)) if template else ("", "")
+        except PromptError:
+            return ""
+        return opened.removeprefix(bare) if opened.startswith(bare) else ""
 
     def _need_literal(self, markers: Markers) -> Literal:
         with self._lock:

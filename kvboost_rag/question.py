@@ -14,10 +14,13 @@ import numpy.typing as npt
 
 from .chunks import IntArray, as_ids
 from .planner import Plan
-from .repair import Asked, Positions, Recipe, Run, most_whole
+from .repair import Asked, Positions, Recipe, Run, Scores, most_whole
 
 QUESTION_TOKENS = 64  # the most that count as the question
+QUESTION_WORDS = 3  # what says less, such as "Why?", is asked about what was said before it
+LINE_TOKENS = 4  # a last line of fewer, such as "Answer:", belongs to the one before
 WORD_LETTERS = 4
+NO_CHARACTER = "\ufffd"  # what a part of a character is decoded to
 
 
 def _every_token(token: int) -> bool:
@@ -38,14 +41,18 @@ class Tokens:
 
     Attributes:
         is_word: whether a token says something by itself, see `says_something`.
+        ends_line: whether there is a line break in a token; None if that cannot be told.
         markers: the tokens that begin and end turns, and others that no document holds.
         written: the tokens that a chat template writes around what is said, these among them.
+        opening: what it writes to begin an answer.
         same: numbers that are equal for tokens of the same word, see `Alike`.
     """
 
     is_word: Callable[[int], bool] = _every_token
+    ends_line: Callable[[int], bool] | None = None
     markers: Callable[[], IntArray] = _no_tokens
     written: Callable[[], IntArray] = _no_tokens
+    opening: Callable[[], IntArray] = _no_tokens
     same: Callable[[IntArray], IntArray] = _as_they_are
 
 
@@ -70,11 +77,12 @@ class Alike:
         number = self._number.get(token)
         if number is None:
             piece = self._piece(token)
-            number = self._number[token] = self._first.setdefault(piece.strip().casefold() or piece, token)
+            word = token if NO_CHARACTER in piece else self._first.setdefault(piece.strip().casefold() or piece, token)
+            number = self._number[token] = word
         return number
 
 
-def read(ids: IntArray, plan: Plan, recipe: Recipe, tokens: Tokens, *, since: int = 0) -> Plan:
+def read(ids: IntArray, plan: Plan, recipe: Recipe, tokens: Tokens) -> Plan:
     """A plan with what its question says of the runs.
 
     Args:
@@ -82,52 +90,86 @@ def read(ids: IntArray, plan: Plan, recipe: Recipe, tokens: Tokens, *, since: in
         plan: of it.
         recipe: how it is repaired; words are looked up only if that depends on them.
         tokens: what they are.
-        since: what stands in front of this position is not the question.
     """
-    new = plan.computed
-    question = question_of(ids, new[new >= max(since, plan.pure_until)], tokens)
-    if most_whole(recipe, plan.runs):
-        return replace(plan, asked=asked_about(ids, plan.runs, question, tokens))
-    none = np.zeros(len(plan.runs), bool)
-    return replace(plan, asked=Asked(question, none.astype(np.float32), none, ~none))
+    runs, new = plan.runs, plan.computed
+    marked = np.isin(ids, tokens.markers())
+    passages = np.array([not marked[run.start : run.end].any() for run in runs], bool)
+    question = question_of(ids, [run for run, passage in zip(runs, passages, strict=True) if passage], tokens)
+    rows = new[new >= max(plan.pure_until, question[0] if len(question) else 0)][-QUESTION_TOKENS:]
+    if most_whole(recipe, runs):
+        repeats, continued = words_of(ids, runs, passages, question, tokens)
+    else:
+        repeats, continued = np.zeros(len(runs), np.float32), np.zeros(len(runs), bool)
+    return replace(plan, asked=Asked(rows, repeats, continued, passages))
 
 
 def beginning_of(ids: IntArray, tokens: Tokens) -> int:
-    """Where the question of a prompt begins at the earliest: its last tokens, of a chat those of the last turn."""
-    return max(_last_turn(ids, tokens), len(ids) - QUESTION_TOKENS)
+    """Where the question begins, as far as it is one line of a turn; the end of the prompt if lines are unknown."""
+    if tokens.ends_line is None:
+        return len(ids)
+    end = _answered_from(ids, tokens)
+    said = np.flatnonzero(~np.isin(ids[:end], tokens.written()))
+    last = int(said[-1]) if len(said) else len(ids) - 1
+    turn = np.flatnonzero(np.isin(ids[:last], tokens.markers()))
+    first = max(int(turn[-1]) + 1 if len(turn) else 0, last + 1 - QUESTION_TOKENS)
+    for at in range(last - LINE_TOKENS, first - 1, -1):
+        if tokens.ends_line(int(ids[at])):
+            return at + 1
+    return first
 
 
-def question_of(ids: IntArray, new: Positions, tokens: Tokens) -> Positions:
-    """The last new tokens, of a chat only those of the turn that came last; with what the template writes behind it.
+def question_of(ids: IntArray, passages: Sequence[Run], tokens: Tokens) -> Positions:
+    """What is asked: the last turn that says enough without its passages, and what is said behind it.
+
+    Of a turn with passages, what stands behind the last of them if that is enough, as in most prompts of retrieval;
+    otherwise what stands around them. So a tool's result is read with the call that asked for it.
 
     Args:
         ids: the prompt.
-        new: positions that are computed, ascending.
+        passages: stretches of it that are no part of a question, ascending.
         tokens: what they are.
     """
-    return new[new >= _last_turn(ids, tokens)][-QUESTION_TOKENS:]
+    end = _answered_from(ids, tokens)
+    own = np.ones(end, bool)
+    for run in passages:
+        own[run.start : run.end] = False
+    said = own & ~np.isin(ids[:end], tokens.written())
+    found: Positions = np.empty(0, np.int64)
+    words, stop = 0, end
+    for start in [*(np.flatnonzero(np.isin(ids[:end], tokens.markers())) + 1)[::-1].tolist(), 0]:
+        turn = start + np.flatnonzero(said[start:stop])
+        behind = turn[turn >= max((run.end for run in passages if run.end <= stop), default=0)]
+        turn = behind if len(behind) >= QUESTION_WORDS else turn
+        if len(turn):  # with what a template might have written as well, but in between
+            words += len(turn)
+            found = np.concatenate([turn[0] + np.flatnonzero(own[turn[0] : turn[-1] + 1]), found])
+        if words >= QUESTION_WORDS:
+            break
+        stop = max(start - 1, 0)
+    return found[-QUESTION_TOKENS:]
 
 
-def asked_about(ids: IntArray, runs: Sequence[Run], question: Positions, tokens: Tokens) -> Asked:
-    """What the words of a question say of each run.
+def words_of(
+    ids: IntArray, runs: Sequence[Run], passages: npt.NDArray[np.bool_], question: Positions, tokens: Tokens
+) -> tuple[Scores, npt.NDArray[np.bool_]]:
+    """What the words of a question say of each run, see `Asked`: ``repeats`` and ``continued``.
 
     Two words in a row count like one more word: they are what names are made of.
 
     Args:
         ids: the prompt.
         runs: moved stretches of it.
+        passages: which of them can be asked about, bool ``(runs,)``.
         question: its positions.
         tokens: what they are.
     """
-    marked, same = np.isin(ids, tokens.markers()), tokens.same(ids)
-    said = _said(ids, question, tokens)
-    passages = np.array([not marked[run.start : run.end].any() for run in runs], bool)
+    same = tokens.same(ids)
     told = [run for run, passage in zip(runs, passages, strict=True) if passage]
-    words, first = np.unique(same[said], return_index=True)
+    words, first = np.unique(same[question], return_index=True)
     held = np.zeros((len(runs), len(words)), bool)
     held[passages] = _held(same, told, words, 0)
     pairs = same[:-1].astype(np.int64) << 32 | same[1:]
-    asked = np.unique(pairs[np.intersect1d(said, said - 1)])
+    asked = np.unique(pairs[np.intersect1d(question, question - 1)])
     in_a_row = np.zeros((len(runs), len(asked)), bool)
     in_a_row[passages] = _held(pairs, told, asked, 1)
     both = np.concatenate([held, in_a_row], 1).astype(np.float32)
@@ -136,15 +178,8 @@ def asked_about(ids: IntArray, runs: Sequence[Run], question: Positions, tokens:
     more = held[1:] & ~held[:-1]
     says = np.zeros(len(words), bool)
     said_more = np.flatnonzero(more.any(0))
-    says[said_more] = [tokens.is_word(int(ids[said[first[i]]])) for i in said_more]
-    continued = np.append((more & says).any(1), [False] * min(len(runs), 1))
-    return Asked(question, repeats, continued, passages)
-
-
-def _said(ids: IntArray, question: Positions, tokens: Tokens) -> Positions:
-    """The question without what a template writes in front of it and behind it."""
-    inner = np.flatnonzero(~np.isin(ids[question], tokens.written()))
-    return question[inner[0] : inner[-1] + 1] if len(inner) else question[:0]
+    says[said_more] = [tokens.is_word(int(ids[question[first[i]]])) for i in said_more]
+    return repeats, np.append((more & says).any(1), [False] * min(len(runs), 1))
 
 
 def _held(
@@ -167,8 +202,13 @@ def says_something(piece: str) -> bool:
     return len(letters) >= WORD_LETTERS or any(not c.isascii() for c in letters)
 
 
-def _last_turn(ids: IntArray, tokens: Tokens) -> int:
-    """Where the last turn begins in which something is said that a template does not write by itself."""
-    said = np.flatnonzero(~np.isin(ids, tokens.written()))
-    before = np.flatnonzero(np.isin(ids[: said[-1] if len(said) else 0], tokens.markers()))
-    return int(before[-1]) + 1 if len(before) else 0
+def _answered_from(ids: IntArray, tokens: Tokens) -> int:
+    """Where the turn begins that the model is to write, which a caller may have begun; the end if that is not told."""
+    opening = tokens.opening()
+    if not 0 < len(opening) <= len(ids):
+        return len(ids)
+    there = (np.lib.stride_tricks.sliding_window_view(ids, len(opening)) == opening).all(1)
+    at = np.flatnonzero(there)
+    if not len(at) or np.isin(ids[at[-1] + len(opening) :], tokens.markers()).any():
+        return len(ids)  # that answer is over
+    return int(at[-1])

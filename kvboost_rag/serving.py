@@ -44,6 +44,7 @@ class Served:
         fallback: why less was reused than was found.
         new: stretches of the prompt that nothing stored holds.
         fresh: what of its KV is not as it was moved, see `planner.fresh_of`.
+        chained: see `Planned`.
         recipe: what repaired it.
         queue_s, lookup_s, prefill_s: seconds, see `Timing`.
         fetch_s: seconds until the chunks were at hand.
@@ -55,6 +56,7 @@ class Served:
     fallback: Fallback | None
     new: tuple[tuple[int, int], ...]
     fresh: Fresh
+    chained: bool
     recipe: Recipe
     queue_s: float
     lookup_s: float
@@ -175,7 +177,7 @@ class Serving:
         prefill_s = time.perf_counter() - fetched - executed.load_s - waited_s
         times = (queue_s, planned - begun, prefill_s, fetched - planned)
         fresh = fresh_of(how.plan, executed.repaired, how.fresh)
-        return Served(how.plan, executed, how.fallback, how.new, fresh, recipe, *times)
+        return Served(how.plan, executed, how.fallback, how.new, fresh, how.chained, recipe, *times)
 
     def _plan(self, request: Request, recipe: Recipe) -> Planned:
         return self.planning.plan(request.scope, request.ids, recipe, reuse=request.reuse, narrowed=request.narrowed)
@@ -236,7 +238,8 @@ class Serving:
         n = len(request.ids)
         kv = served.executed.kv
         pure = served.plan.pure_until == n
-        if not pure and not served.plan.transferred_keys:  # what was mapped is not kept, in no form
+        goes_on = served.chained or request.reuse != "approximate"
+        if not goes_on and not served.plan.transferred_keys:  # what was mapped is not kept, in no form
             self._keep_served(request, served, answer)
         if not served.new:
             return

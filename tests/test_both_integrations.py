@@ -355,7 +355,7 @@ class TestBothTheSame:
         assert bool(one.calls) or choice == "auto"
 
     def test_what_one_read_the_other_reuses(self, engine: RecordingEngine) -> None:
-        document = text(4, 60)
+        document = text(4, 300)
         for reader, heir in (ADAPTERS, ADAPTERS[::-1]):
             engine.clear()
             reader.ask(reader.make(engine=engine, max_tokens=1), user(f"Read this. {document}"))
@@ -503,7 +503,7 @@ class TestReuse:
         assert side.ask(one, user(document)).cached_tokens > 0
 
     def test_modes(self, side: Adapter, engine: RecordingEngine) -> None:
-        llm, document = side.make(engine=engine, max_tokens=4), text(8, 60)
+        llm, document = side.make(engine=engine, max_tokens=4), text(8, 200)
         first = side.ask(llm, user(document))
         assert (first.cached_tokens, first.created_tokens) == (0, first.prompt_tokens)
         off = side.ask(llm, user(document), reuse="off")

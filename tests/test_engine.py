@@ -352,7 +352,7 @@ def test_a_prompt_that_is_cheaper_to_compute_is_computed_and_says_why() -> None:
     engine = engine_of(fallback=True)
     engine.warm(DOCUMENTS)
     engine._serving.planning.costs = CHEAP_TO_COMPUTE
-    full = engine.prefill(REORDERED)
+    full = engine.prefill(REORDERED, store=False)
     assert full.usage.approximate_tokens == 0
     assert off_by(engine, full) < LIMIT
     assert "not worth" in str(full.fallback_reason)

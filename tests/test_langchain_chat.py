@@ -410,7 +410,7 @@ class TestConstruction:
 class TestResponse:
     def test_metadata(self, engine):
         chat = ChatKVBoost(engine=engine, max_tokens=4)
-        document = text(1, 60)
+        document = text(1, 200)
         first = chat.invoke(document)
         details = first.response_metadata
         assert (details["model_provider"], details["finish_reason"], details["fallback_reason"]) == (

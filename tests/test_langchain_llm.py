@@ -69,7 +69,7 @@ class TestAnswers:
         assert chain.invoke({"what": "this"}) == llm.invoke("Read this.")
 
     def test_usage(self, llm):
-        document = text(1, 60)
+        document = text(1, 200)
         result = llm.generate([document, f"Again. {document}"])
         infos = [generations[0].generation_info for generations in result.generations]
         assert infos[0]["usage_metadata"]["input_token_details"]["cache_read"] == 0

@@ -839,7 +839,7 @@ class TestInstrumentation:
 
     def test_raw_is_plain(self, engine: RecordingEngine) -> None:
         llm = KVBoost(engine=engine, max_tokens=4)
-        document = text(1, 60)
+        document = text(1, 200)
         first = llm.complete(document)
         assert json.loads(json.dumps(first.raw)) == first.raw
         assert first.raw["usage"]["prompt_tokens_details"] == {

@@ -16,17 +16,21 @@ from kvboost_rag.question import (
     QUESTION_TOKENS,
     Alike,
     Tokens,
-    asked_about,
     beginning_of,
     question_of,
     read,
     says_something,
+    words_of,
 )
-from kvboost_rag.repair import Recipe, Run, choose, most_whole, named_runs, whole_runs
+from kvboost_rag.repair import Asked, Positions, Recipe, Run, choose, most_whole, named_runs, whole_runs
 from tests.test_repair import PROMPT, _runs
 
 END, BEGIN, USER, MODEL = 1, 2, 3, 4  # of a chat template: a turn ends, a turn begins, and who speaks
-CHAT = Tokens(markers=lambda: as_ids([END, BEGIN]), written=lambda: as_ids([END, BEGIN, USER, MODEL]))
+CHAT = Tokens(
+    markers=lambda: as_ids([END, BEGIN]),
+    written=lambda: as_ids([END, BEGIN, USER, MODEL]),
+    opening=lambda: as_ids([BEGIN, MODEL]),
+)
 WORDS = Tokens()
 
 
@@ -34,35 +38,64 @@ def _ids(*tokens: int) -> IntArray:
     return np.array(tokens, np.int32)
 
 
+def asked_about(ids: IntArray, runs: list[Run], question: Positions, tokens: Tokens) -> Asked:
+    passages = np.array([not np.isin(ids[run.start : run.end], tokens.markers()).any() for run in runs], bool)
+    return Asked(question, *words_of(ids, runs, passages, question, tokens), passages)
+
+
 def test_the_question_of_a_chat_is_what_the_last_turn_says() -> None:
-    ids = _ids(BEGIN, USER, 50, 51, END, BEGIN, MODEL, 60, END, BEGIN, USER, 70, 71, END, BEGIN, MODEL)
-    new = np.arange(2, len(ids))
-    assert question_of(ids, new, CHAT).tolist() == list(range(10, 16))  # with what begins the answer
-    assert question_of(ids, new, WORDS).tolist() == new.tolist()
-    assert beginning_of(ids, CHAT) == 10
-    assert question_of(ids, np.array([3, 7, 12, 15]), CHAT).tolist() == [12, 15]
-    assert question_of(ids, np.array([15]), CHAT).tolist() == [15]  # all else of it is stored
+    ids = _ids(BEGIN, USER, 50, 51, 52, END, BEGIN, MODEL, 60, END, BEGIN, USER, 70, 71, 72, END, BEGIN, MODEL)
+    assert question_of(ids, [], CHAT).tolist() == [12, 13, 14]
+    assert question_of(ids, [], WORDS).tolist() == list(range(18))  # without markers all of it is one turn
+    said_by_the_template = replace(CHAT, written=lambda: as_ids([END, BEGIN, USER, MODEL, 72]))
+    assert question_of(ids, [], said_by_the_template).tolist() == [8, 12, 13]
 
 
-def test_a_question_of_one_word_is_one() -> None:
-    ids = _ids(BEGIN, USER, 50, 51, END, BEGIN, USER, 70, END, BEGIN, MODEL)
-    assert question_of(ids, np.arange(len(ids)), CHAT).tolist() == list(range(6, 11))
+def test_a_question_of_few_words_is_asked_about_what_was_said_before() -> None:
+    ids = _ids(BEGIN, USER, 50, 51, 52, END, BEGIN, MODEL, 60, 61, END, BEGIN, USER, 70, END, BEGIN, MODEL)
+    assert question_of(ids, [], CHAT).tolist() == [8, 9, 13]
+    assert question_of(_ids(BEGIN, USER, 70, END, BEGIN, MODEL), [], CHAT).tolist() == [2]
+    assert question_of(_ids(BEGIN, USER, END, BEGIN, MODEL), [], CHAT).tolist() == []
 
 
-def test_what_a_template_writes_is_no_question() -> None:
-    thinking = replace(CHAT, written=lambda: as_ids([END, BEGIN, USER, MODEL, 5, 6]))
-    ids = _ids(BEGIN, USER, 70, 71, END, BEGIN, MODEL, 5, 6)
-    assert question_of(ids, np.arange(len(ids)), thinking).tolist() == list(range(1, 9))
-    nothing = _ids(BEGIN, USER, END, BEGIN, MODEL)
-    assert question_of(nothing, np.arange(5), CHAT).tolist() == list(range(5))
+@pytest.mark.parametrize("begun", [[], [9], [9, 8, 7, 6, 5]])
+def test_an_answer_that_the_caller_began_is_no_question(begun: list[int]) -> None:
+    ids = _ids(BEGIN, USER, 50, 51, 52, END, BEGIN, MODEL, *begun)
+    assert question_of(ids, [], CHAT).tolist() == [2, 3, 4]
+    over = _ids(*ids, END, BEGIN, USER, 70, 71, 72)  # nobody is asked to answer yet
+    assert question_of(over, [], CHAT).tolist()[-3:] == [len(over) - 3, len(over) - 2, len(over) - 1]
+
+
+def test_what_stands_behind_the_passages_is_the_question_and_else_what_stands_around_them() -> None:
+    end = [END, BEGIN, MODEL]
+    behind = _ids(BEGIN, USER, 40, 41, 42, *range(100, 110), 70, 71, 72, *end)
+    assert question_of(behind, [Run(5, 15)], CHAT).tolist() == [15, 16, 17]
+    front = _ids(BEGIN, USER, 40, 41, 42, *range(100, 110), 70, *end)
+    assert question_of(front, [Run(5, 15)], CHAT).tolist() == [2, 3, 4, 15]
+    # The result of a search: what was searched for is in the call.
+    call = [BEGIN, USER, 50, 51, 52, END, BEGIN, MODEL, 60, 61, 62, END]
+    result = _ids(*call, BEGIN, USER, *range(100, 110), *end)
+    assert question_of(result, [Run(14, 24)], CHAT).tolist() == [8, 9, 10]
 
 
 def test_a_long_question_counts_from_its_end() -> None:
     ids = np.arange(100, 400, dtype=np.int32)
-    assert question_of(ids, np.arange(300), CHAT).tolist() == list(range(300 - QUESTION_TOKENS, 300))
-    assert beginning_of(ids, CHAT) == beginning_of(ids, WORDS) == 300 - QUESTION_TOKENS
-    documents_between = np.array([10, 150, 151, 299])
-    assert question_of(ids, documents_between, CHAT).tolist() == documents_between.tolist()
+    assert question_of(ids, [], CHAT).tolist() == list(range(300 - QUESTION_TOKENS, 300))
+
+
+def test_a_question_begins_with_its_line() -> None:
+    lines = replace(CHAT, ends_line=lambda token: token == 9)
+    document = [BEGIN, USER, *range(100, 120)]
+    question, end = [70, 71, 72, 73, 74], [END, BEGIN, MODEL]
+    assert beginning_of(_ids(*document, 9, *question, *end), lines) == 23
+    assert beginning_of(_ids(*document, 9, *question, 9, 80, 81, *end), lines) == 23  # "Answer:" belongs to it
+    assert beginning_of(_ids(*document, 9, *question, 9, 80, 81, 82, 83, *end), lines) == 29
+    assert beginning_of(_ids(*document, *question, *end), lines) == 1  # the whole turn
+    assert beginning_of(_ids(BEGIN, USER, 50, 9, 51, *end, USER, *question, *end), lines) == 7  # and no turn before
+    long = np.arange(100, 400, dtype=np.int32)
+    assert beginning_of(long, lines) == 300 - QUESTION_TOKENS
+    assert beginning_of(long, WORDS) == 300  # lines are unknown
+    assert beginning_of(_ids(BEGIN, MODEL), lines) <= 2
 
 
 def test_what_was_said_before_is_no_passage_that_a_question_names() -> None:
@@ -83,24 +116,29 @@ def test_what_was_said_before_is_no_passage_that_a_question_names() -> None:
 
 
 def test_who_speaks_is_no_word_of_the_question() -> None:
-    ids = _ids(50, USER, 51, 60, MODEL, 61, END, BEGIN, USER, 61, END, BEGIN, MODEL)
-    asked = asked_about(ids, [Run(0, 3), Run(3, 6)], np.arange(8, 13), CHAT)
+    ids = _ids(50, USER, 51, 60, MODEL, 61, END, BEGIN, USER, 61, 62, 63, END, BEGIN, MODEL)
+    runs = [Run(0, 3), Run(3, 6)]
+    segments = (Segment("approximate", 0, 3, "a"), Segment("approximate", 3, 6, "b"), Segment("compute", 6, 15))
+    asked = read(ids, Plan(15, segments, tuple(runs)), Recipe(), CHAT).asked
+    assert asked is not None
     assert asked.repeats.tolist() == [0.0, 1.0]
-    nothing = asked_about(ids, [Run(0, 3), Run(3, 6)], np.arange(10, 13), CHAT)
-    assert nothing.repeats.tolist() == [0.0, 0.0]
 
 
-def test_a_plan_is_read_from_where_it_is_told_to() -> None:
+def test_a_probe_asks_from_where_the_question_begins() -> None:
     ids = np.arange(100, 140, dtype=np.int32)
     ids[[5, 35]] = 7
     segments = (Segment("compute", 0, 4), Segment("approximate", 4, 20, "a"), Segment("compute", 20, 40))
     plan = Plan(40, segments, (Run(4, 20),))
-    found = read(ids, plan, Recipe(), WORDS, since=30).asked
+    found = read(ids, plan, Recipe(), WORDS).asked
     assert found is not None
-    assert (found.question.tolist(), found.repeats.tolist()) == (list(range(30, 40)), [1.0])
-    everything = read(ids, plan, Recipe(whole_asked=0), WORDS).asked  # nothing depends on words
-    assert everything is not None
-    assert (everything.question.tolist(), everything.repeats.tolist()) == (list(range(20, 40)), [0.0])
+    assert (found.question.tolist(), found.repeats.tolist()) == (list(range(20, 40)), [1.0])
+    unread = read(ids, plan, Recipe(whole_asked=0), WORDS).asked  # nothing depends on words
+    assert unread is not None
+    assert (unread.question.tolist(), unread.repeats.tolist()) == (list(range(20, 40)), [0.0])
+    ids[28:30], ids[38:] = (END, BEGIN), (BEGIN, MODEL)
+    last_turn = read(ids, plan, Recipe(), CHAT).asked
+    assert last_turn is not None
+    assert (last_turn.question.tolist(), last_turn.repeats.tolist()) == (list(range(30, 40)), [1.0])
 
 
 def test_what_a_question_names_counts_as_much_as_what_it_attends_to() -> None:
@@ -168,6 +206,11 @@ def test_a_word_is_the_same_at_the_beginning_of_a_text_and_in_a_sentence() -> No
     ids = _ids(2, 6, 4, 7, 6, 4, 4, 1, 6)  # "git-man" and "grit-man", and the question for " git-man"
     asked = asked_about(ids, runs, np.array([7, 8]), Tokens(same=alike))
     assert asked.repeats.tolist() == [2.25, 0.25]  # "git", both in a row, and "-man", which the other has, too
+
+
+def test_parts_of_characters_are_not_alike() -> None:
+    pieces = {1: "\ufffd", 2: "\ufffd", 3: " \ufffd", 4: "x\ufffd", 5: "哈", 6: " 哈"}
+    assert Alike(pieces.__getitem__)(_ids(1, 2, 3, 4, 5, 6)).tolist() == [1, 2, 3, 4, 5, 5]
 
 
 @pytest.mark.parametrize(

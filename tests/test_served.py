@@ -9,6 +9,7 @@ import torch
 
 from kvboost_rag import ConfigError, Engine, EngineConfig, Prefill, SamplingParams
 from kvboost_rag.chunks import ChunkHeader
+from kvboost_rag.costs import CostModel
 from kvboost_rag.repair import Recipe
 from tests.tiny import LIMIT, Forwards, difference, engine_of, off_by, prompt_of, text
 
@@ -236,15 +237,11 @@ def and_then(chat: list[dict[str, str]], question: str) -> list[dict[str, str]]:
 
 def whole(engine: Engine, found: Prefill) -> list[str]:
     """Names of the documents none of whose KV is as it was moved."""
-    kept = set(found.plan.computed) | set(engine_repaired(engine, found))
-    texts = [(engine.tokenizer.decode(found.token_ids[r.start : r.end]), r) for r in found.plan.runs]
-    return [name for text, run in texts for name in NAMES if name in text and kept >= set(range(run.start, run.end))]
-
-
-def engine_repaired(engine: Engine, found: Prefill) -> list[int]:
-    header = max(served_of(engine), key=lambda header: len(header.tokens))
-    fresh = engine._library._served[header.key].fresh
-    return [i for i in range(len(found.token_ids)) if fresh[i]]
+    ids = list(found.token_ids)
+    kept = next(header for header in served_of(engine) if header.tokens.tolist() == ids)
+    fresh = engine._library._served[kept.key].fresh
+    texts = [(engine.tokenizer.decode(ids[r.start : r.end]), r) for r in found.plan.runs]
+    return [name for text, run in texts for name in NAMES if name in text and fresh[run.start : run.end].all()]
 
 
 def test_a_turn_about_another_short_passage_is_repaired_anew() -> None:
@@ -313,3 +310,71 @@ def test_a_question_that_was_asked_about_other_documents_is_computed() -> None:
     assert count > 24
     assert found.plan.segments[-1].kind == "compute"
     assert len(found.plan.segments[-1]) >= count
+
+
+def test_a_question_that_was_asked_before_does_not_keep_its_prompt_from_being_stored() -> None:
+    engine = engine_of()
+    question = "Which river stands behind the walnut garden, and which engine is in the valley of the window?"
+
+    def on(day: str) -> list[dict[str, str]]:
+        return [{"role": "system", "content": f"Be kind. It is {day}."}, {"role": "user", "content": question}]
+
+    engine.generate(on("May 4"), sampling=FEW)
+    first = engine.generate(on("June 30"), sampling=FEW).usage
+    again = engine.generate(on("June 30"), sampling=FEW).usage
+    assert first.computed_tokens > len(engine.tokenize(question))
+    assert (again.computed_tokens, again.approximate_tokens) == (1, 0)
+
+
+def test_an_earlier_turn_that_is_asked_again_is_not_answered_with_what_a_later_one_repaired() -> None:
+    engine, chat = named_chat(NAMES[1])
+    first = engine.prefill(chat)
+    engine.prefill(and_then(chat, f"What is {NAMES[2]}?"))
+    again = engine.prefill(chat)
+    assert difference(again.logits, first.logits) < LIMIT
+
+
+def test_the_whole_last_turn_is_the_question_also_where_it_begins_as_another_did() -> None:
+    engine, chat = named_chat(NAMES[1])
+    other = [{"role": "user", "content": chat[0]["content"].replace(f"What is {NAMES[1]}", f"What is {NAMES[3]}")}]
+    found = engine.prefill(other)
+    assert whole(engine, found) == [NAMES[3]]
+
+
+def test_an_answer_that_the_caller_began_hides_no_question() -> None:
+    engine = engine_of(repair_whole_passages=1)
+    engine.warm(NAMED)
+    for name in NAMES:
+        chat = [{"role": "user", "content": prompt_of(NAMED[::-1], question=f"What is {name}?")}]
+        rendered = engine.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        found = engine.prefill(rendered + 'He said "it is')
+        assert whole(engine, found) == [name]
+        engine._library.clear_served()
+
+
+def test_repair_anew_that_is_too_dear_is_not_done() -> None:
+    engine = engine_of(repair_whole_passages=1, fallback=True)
+    engine._serving.planning.costs = CostModel(pass_s=0.0, token_s=1.0, pair_s=0.0, move_s=-0.3)
+    engine.warm(NAMED)
+    chat = [{"role": "user", "content": prompt_of(NAMED[::-1], question=f"What is {NAMES[1]}?")}]
+    assert engine.prefill(chat).plan.runs
+    longer = and_then(chat, f"What is {NAMES[2]}?")
+    assert engine.prefill(longer, store=False).plan.runs
+    engine._serving.planning.costs = CostModel(pass_s=0.0, token_s=1.0, pair_s=0.0, move_s=0.5)
+    found = engine.prefill(longer)
+    assert not found.plan.runs
+    assert found.fallback_reason is None
+    assert found.usage.computed_tokens < 60
+
+
+def test_a_chat_whose_first_turn_was_computed_goes_on_from_it() -> None:
+    engine = engine_of(repair_whole_passages=1, fallback=True)
+    engine._serving.planning.costs = CostModel(pass_s=0.0, token_s=1.0, pair_s=0.0, move_s=1e-9)
+    engine.warm(NAMED)
+    chat = [{"role": "user", "content": prompt_of(NAMED[::-1], question=f"What is {NAMES[1]}?")}]
+    first = engine.prefill(chat)
+    assert first.fallback_reason is not None
+    found = engine.prefill(and_then(chat, f"What is {NAMES[2]}?"))  # all of it is fresh
+    assert found.usage.computed_tokens < 60
+    assert off_by(engine, found) < LIMIT
+    assert engine.prefill(chat, reuse="exact", store=False).usage.approximate_tokens == 0

@@ -25,6 +25,7 @@ _PIECES = re.compile(
     r"|\n+| +(?= )|[^\S\n]+|_+|.",
     re.DOTALL,
 )
+_MARK = "<|"  # how a marker begins; a document hardly ever holds one
 _MOST_PIECES = 1 << 20  # a million different words; those beyond are spelled out
 
 
@@ -122,7 +123,8 @@ class EstimatedEncoding:
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
         self._pieces: list[str] = []
-        self.tokens = Tokens(lambda token: says_something(self.piece(token)), same=Alike(self.piece))
+        says, breaks = (lambda token: says_something(self.piece(token))), (lambda token: "\n" in self.piece(token))
+        self.tokens = Tokens(says, breaks, markers=self._markers, written=self._frame, same=Alike(self.piece))
 
     def prompt(self, logged: Logged) -> IntArray:
         """Ids of a prompt.
@@ -146,6 +148,15 @@ class EstimatedEncoding:
     def piece(self, token: int) -> str:
         """Text of one token."""
         return self._pieces[token] if token < len(self._pieces) else chr(token - _MOST_PIECES)
+
+    def _markers(self) -> IntArray:
+        return self._known(_MARK)
+
+    def _frame(self) -> IntArray:
+        return self._known(*_PIECES.findall("<|im_start|>system\nuser\nassistant\n<|im_end|>\n"))
+
+    def _known(self, *pieces: str) -> IntArray:
+        return as_ids(sorted({self._ids[piece] for piece in pieces if piece in self._ids}))
 
     def _given(self, ids: Sequence[Any]) -> IntArray:
         raise PromptError(

@@ -20,7 +20,7 @@ from ..library import Library
 from ..planner import Plan, fresh_of, make_plan
 from ..planning import Planned, Planning
 from ..question import Tokens
-from ..repair import Recipe, named_runs
+from ..repair import Recipe, whole_runs
 from ..rope import Rope
 from ..store import KVShape
 from ..store.policies import policy_of
@@ -164,12 +164,12 @@ class Replay:
     def _keep(self, scope: Scope, ids: IntArray, answer: IntArray, planned: Planned) -> None:
         n, whole = len(ids), np.concatenate([ids, answer[:-1]])  # nothing runs on the last token of an answer
         pure = planned.plan.pure_until == n
-        if not pure:
-            asked = planned.plan.asked
-            named = named_runs(self._rules.recipe, planned.plan.runs, asked) if asked else None
-            whole_ones = [np.arange(run.start, run.end) for run in named or ()]
-            repaired = np.concatenate([np.empty(0, np.int64), *whole_ones])
-            fresh = fresh_of(planned.plan, repaired, planned.fresh)
+        if not planned.chained and self._mode == "approximate":
+            # Where words do not tell, attention would.
+            recipe, plan = self._rules.recipe, planned.plan
+            whole_ones = plan.runs if recipe.everything else whole_runs(recipe, plan.runs, None, plan.asked)
+            repaired = np.concatenate([np.empty(0, np.int64), *[np.arange(r.start, r.end) for r in whole_ones]])
+            fresh = fresh_of(plan, repaired, planned.fresh)
             self._keeper.keep_served(scope, whole, _NO_KV, prompt_tokens=n, fresh=fresh)
         new = list(planned.new)
         if not new:
