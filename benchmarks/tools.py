@@ -5,6 +5,9 @@ some never seen, and behind other system prompts, as agents do. Arms of a prompt
 of one thread: ours, exact prefix only, and full recompute (the same chat model with `reuse="off"`).
 
     python benchmarks/tools.py --counts 5 20 60 --prompts 8 --json results/tools.json
+
+With `--steps`, two agents call four tools each instead: what a step computes when it goes on from the step before as
+that was served, and when it is repaired anew because it is about another tool.
 """
 
 from __future__ import annotations
@@ -57,6 +60,24 @@ QUESTIONS = (
     "Add one for tomorrow at nine, called planning.",
     "How many are there in all?",
 )
+TASKS = {  # what is asked, and the calls with their results
+    "Move my flight to Friday, put it into the calendar and tell Mrs Miller by mail.": (
+        ("search_flights", '{"flights": [{"key": "LH 455", "day": "2026-12-03", "state": "booked"}]}'),
+        ("update_flights", '{"ok": true}'),
+        ("create_calendar", '{"ok": true, "id": 17}'),
+        ("create_mail", '{"sent": true}'),
+    ),
+    "Have a look at the open tickets, and see whether a server is the reason.": (
+        (
+            "list_tickets",
+            '{"tickets": [{"key": "printer is broken", "priority": 2}, {"key": "no VPN", "priority": 1}]}',
+        ),
+        ("update_tickets", '{"ok": true}'),
+        ("search_servers", '{"servers": [{"host": "vpn-3", "region": "eu"}]}'),
+        ("list_servers", '{"servers": ["vpn-1", "vpn-2", "vpn-3"]}'),
+    ),
+}
+STEP_COLUMNS = ("tools", "steps", "repaired anew", "run by these", "run by the others", "prompt tokens")
 COLUMNS = (
     "tools",
     "prompt tokens",
@@ -75,14 +96,21 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--counts", type=int, nargs="+", default=[5, 20, 60])
     parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--steps", action="store_true", help="the steps of agents instead")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    engine = load_engine(args.model, args.dtype, fallback=True, store_prompts=False)
+    engine = load_engine(args.model, args.dtype, fallback=True, store_prompts=args.steps)
     chat = ChatKVBoost(engine=engine, max_tokens=1)
     tools = all_tools()
     known, strangers = tools[:60], tools[60:]
     chat.warm_tools(known)
+    if args.steps:
+        rows = [step_row(engine, random.Random(args.seed).sample(known, count)) for count in args.counts]
+        print(markdown(STEP_COLUMNS, rows))
+        print(f"\n`{' '.join(sys.argv)}` on {machine()}")
+        write(args.json, vars(args), steps=rows)
+        return
     found = []
     for count in args.counts:
         rng = random.Random(args.seed)
@@ -97,6 +125,33 @@ def main() -> None:
     print(markdown(COLUMNS, rows))
     print(f"\n`{' '.join(sys.argv)}` on {machine()}")
     write(args.json, vars(args), summary=rows, prompts=found)
+
+
+def step_row(engine: Engine, tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """Steps of all tasks behind their first ones."""
+    dialect = Dialect(engine.model, engine.tokenizer)
+    steps = []
+    for task, calls in TASKS.items():
+        messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEMS[0]}, {"role": "user", "content": task}]
+        for number, (name, result) in enumerate([("", ""), *calls]):
+            if number:
+                call = {"id": str(number), "type": "function", "function": {"name": name, "arguments": {"key": "x"}}}
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+                messages.append({"role": "tool", "content": result, "name": name, "tool_call_id": str(number)})
+            turn = dialect.turn(messages, tools=tools, strict=False, max_tokens=1)
+            prefill = engine.prefill(turn.messages, tools=turn.tools, namespace="default")
+            if number:
+                anew = not any(segment.settled for segment in prefill.plan.segments)
+                steps.append((anew, prefill.usage.computed_tokens, prefill.usage.prompt_tokens))
+    parts = [[run for anew, run, _ in steps if anew == wanted] for wanted in (True, False)]
+    return {
+        "tools": len(tools),
+        "steps": len(steps),
+        "repaired anew": len(parts[0]),
+        "run by these": statistics.mean(parts[0]) if parts[0] else "–",
+        "run by the others": statistics.mean(parts[1]) if parts[1] else "–",
+        "prompt tokens": statistics.mean(n for *_, n in steps),
+    }
 
 
 def all_tools() -> list[dict[str, Any]]:
