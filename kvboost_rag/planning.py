@@ -42,8 +42,11 @@ class Planned:
 
     @property
     def chained(self) -> bool:
-        """Whether what is kept of the prompt serves its continuation: it tiles the prompt, and none of it was moved."""
-        n, at = self.plan.prompt_tokens, self.plan.exact_end
+        """Whether its chunks serve its continuation: they tile the prompt, and none was moved. Or nothing is kept."""
+        if self.stored is None:
+            return True
+        n = self.plan.prompt_tokens
+        at = next((s.start for s in self.plan.segments if s.kind != "exact" and not s.lossy), n)
         for start, end in self.new:
             if start <= at:
                 at = end
