@@ -16,6 +16,7 @@ from .transfer.bridge import Bridge
 
 NOTHING = Match((), None, (), {})
 HINT = 1.5  # words of another passage that are enough not to go on: one too many costs time, one too few an answer
+HINT_SHARE = 0.2  # or such a share of the question: "And Berlin?" has one
 WORTH = 0.7  # an approximation must be predicted to take less than this share of an exact prefill
 
 
@@ -145,8 +146,10 @@ class Planning:
             return None
         anew = self._match(scope, ids, served=False)
         plan = read(ids, self._plan_of(ids, anew, NOTHING), recipe, self._tokens)
-        named = named_runs(recipe, plan.runs, plan.asked, least=HINT) if plan.asked else None
-        moved = [run for run in named or () if run.end <= match.served.end]
+        assert plan.asked is not None
+        least = min(HINT, HINT_SHARE * plan.asked.said)
+        named = named_runs(recipe, plan.runs, plan.asked, least=least) or []
+        moved = [run for run in named if run.end <= match.served.end]
         if match.fresh is not None:
             moved = [run for run in moved if not match.fresh[run.start : run.end].all()]
         return anew if moved and self._too_dear(plan, recipe) is None else None

@@ -100,7 +100,7 @@ def read(ids: IntArray, plan: Plan, recipe: Recipe, tokens: Tokens) -> Plan:
         repeats, continued = words_of(ids, runs, passages, question, tokens)
     else:
         repeats, continued = np.zeros(len(runs), np.float32), np.zeros(len(runs), bool)
-    return replace(plan, asked=Asked(rows, repeats, continued, passages))
+    return replace(plan, asked=Asked(rows, repeats, continued, passages, len(question)))
 
 
 def beginning_of(ids: IntArray, tokens: Tokens) -> int:

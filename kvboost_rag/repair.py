@@ -55,12 +55,14 @@ class Asked:
         repeats: how much of the question a run repeats, float32 ``(runs,)``.
         continued: whether the run right behind it has words of the question that it lacks, bool ``(runs,)``.
         passages: whether it is text that can be asked about, and not what was said before, bool ``(runs,)``.
+        said: how many tokens the question has, stored ones with them.
     """
 
     question: Positions
     repeats: Scores
     continued: npt.NDArray[np.bool_]
     passages: npt.NDArray[np.bool_]
+    said: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +234,11 @@ def named_runs(recipe: Recipe, runs: Sequence[Run], asked: Asked, *, least: floa
         recipe: how many.
         runs: moved stretches.
         asked: what words say.
-        least: how many of them no other run may have.
+        least: how many of them, as far as no other run has them, there must be.
     """
     ranked = [*np.sort(asked.repeats)[::-1], 0.0, 0.0]
     count = min(recipe.whole_asked, len(runs))
-    clearly = count > 0 and ranked[count - 1] > max(CLEARLY * ranked[count], least)
+    clearly = count > 0 and ranked[count - 1] > CLEARLY * ranked[count] and ranked[count - 1] >= least
     return whole_runs(recipe, runs, None, asked) if clearly else None
 
 

@@ -108,7 +108,7 @@ def test_what_was_said_before_is_no_passage_that_a_question_names() -> None:
     assert asked.repeats.tolist() == [0.0, 3.0, 0.0]
     assert asked.continued.tolist() == [True, False, False]
     assert named_runs(Recipe(), runs, asked) == [runs[1]]
-    assert named_runs(Recipe(), runs, asked, least=3.0) is None
+    assert named_runs(Recipe(), runs, asked, least=3.1) is None
     scores = np.zeros(100, np.float32)
     scores[75], scores[15] = 9.0, 1.0
     assert whole_runs(Recipe(), runs, scores, asked) == [runs[1]]

@@ -231,8 +231,8 @@ def named_chat(name: str) -> tuple[Engine, list[dict[str, str]]]:
     return engine, chat
 
 
-def and_then(chat: list[dict[str, str]], question: str) -> list[dict[str, str]]:
-    return [*chat, {"role": "assistant", "content": "A river."}, {"role": "user", "content": question}]
+def and_then(chat: list[dict[str, str]], question: str, *, answer: str = "A river.") -> list[dict[str, str]]:
+    return [*chat, {"role": "assistant", "content": answer}, {"role": "user", "content": question}]
 
 
 def whole(engine: Engine, found: Prefill) -> list[str]:
@@ -266,7 +266,7 @@ def test_a_turn_about_the_same_passage_goes_on_from_what_was_served() -> None:
 @pytest.mark.parametrize("question", ["??", "!"])
 def test_a_turn_that_names_no_passage_goes_on_from_what_was_served(question: str) -> None:
     engine, chat = named_chat(NAMES[1])
-    assert not engine.prefill(and_then(chat, question)).plan.runs
+    assert not engine.prefill(and_then(chat, question, answer=".")).plan.runs
 
 
 def test_the_same_prompt_again_is_taken_as_it_was_served_whatever_it_names() -> None:
@@ -378,3 +378,16 @@ def test_a_chat_whose_first_turn_was_computed_goes_on_from_it() -> None:
     assert found.usage.computed_tokens < 60
     assert off_by(engine, found) < LIMIT
     assert engine.prefill(chat, reuse="exact", store=False).usage.approximate_tokens == 0
+
+
+@pytest.mark.parametrize(("question", "anew"), [("And velvet?", True), ("So copper?", False)])
+def test_a_follow_up_of_one_name_is_about_what_it_names(question: str, anew: bool) -> None:
+    engine = engine_of(repair_whole_passages=1)
+    names = ("copper", "velvet", "walnut")
+    bodies = [" ".join(word for word in text(400 + i, 30).split() if word.strip(".") not in names) for i in range(3)]
+    documents = [f"The {name} stone. {body}" for name, body in zip(names, bodies, strict=True)]
+    engine.warm(documents)
+    chat = [{"role": "user", "content": prompt_of(documents, question="Where is the copper stone? Tell of copper.")}]
+    assert engine.prefill(chat).plan.runs
+    found = engine.prefill(and_then(chat, question, answer="."))
+    assert bool(found.plan.runs) is anew
