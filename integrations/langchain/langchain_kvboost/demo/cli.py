@@ -82,7 +82,7 @@ def _set_threads(threads: int | None) -> None:
     if threads:
         torch.set_num_threads(threads)
     elif torch.get_num_threads() > 1 and _load_average() >= (os.cpu_count() or 1):
-        torch.set_num_threads(1)  # several wait for each other whenever one of them has no core: up to ten times as long
+        torch.set_num_threads(1)  # several wait whenever one has no core: up to ten times as long
         print("This machine is busy, so one torch thread is used; choose with --threads N")
 
 
