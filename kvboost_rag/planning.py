@@ -122,6 +122,8 @@ class Planning:
 
     def _without_question(self, ids: IntArray, match: Match) -> Match:
         """A question that was asked before saw other documents then: it is new."""
+        if not match.approximate:
+            return match
         return replace(match, approximate=until(match.approximate, beginning_of(ids, self._tokens), match.headers))
 
     def _plan_of(self, ids: IntArray, match: Match, mapped: Match, *, changed_only: bool = False) -> Plan:

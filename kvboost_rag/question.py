@@ -92,6 +92,9 @@ def read(ids: IntArray, plan: Plan, recipe: Recipe, tokens: Tokens) -> Plan:
         tokens: what they are.
     """
     runs, new = plan.runs, plan.computed
+    if not runs:  # nothing is chosen, and most prompts of a chat end here
+        nothing = np.empty(0, bool)
+        return replace(plan, asked=Asked(new[:0], np.empty(0, np.float32), nothing, nothing))
     marked = np.isin(ids, tokens.markers())
     passages = np.array([not marked[run.start : run.end].any() for run in runs], bool)
     question = question_of(ids, [run for run, passage in zip(runs, passages, strict=True) if passage], tokens)
