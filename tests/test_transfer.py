@@ -310,6 +310,25 @@ def test_a_refused_map_means_a_normal_prefill(
     assert "no better than no context" in caplog.text
 
 
+def test_a_source_that_is_closed(
+    source: Reader, target: Reader, mapping: TransferMap, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = prompt_of([text(1, 60)])
+    for path, still_there in ((None, False), (tmp_path / "kv", True)):
+        small = engine(source, disk_path=path)
+        with engine(target, transfer=mapping, given=small, disk_path=path) as large:
+            small.warm(text(1, 60))
+            assert large.prefill(prompt, store=False).usage.transferred_tokens > 0
+            small.close()
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, "kvboost_rag"):
+                found = [large.prefill(prompt, store=False).usage.transferred_tokens > 0 for _ in range(2)]
+            assert found == [still_there] * 2
+            assert caplog.text.count("is closed") == 1
+    with pytest.raises(ConfigError, match="source is closed"):
+        engine(target, transfer=mapping, given=small)
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +31,11 @@ class Transfer:
 
     Attributes:
         mapping: accepted by its gate.
-        library: of the engine that runs the source; None if the target's own disk holds the source's chunks.
+        source: engine that runs the source; None if the target's own disk holds the source's chunks.
     """
 
     mapping: TransferMap
-    library: Callable[[], Library] | None
+    source: Source | None
 
     def check_target(self, identity: str) -> None:
         """Refuse another model than the map's target.
@@ -53,7 +53,7 @@ class Transfer:
 
     def bridge(self, own: Library, rope: Rope, device: torch.device) -> Bridge:
         """The bridge of an engine, whose library and rotation are given."""
-        return Bridge(self.mapping, self.library or (lambda: own), rope, device)
+        return Bridge(self.mapping, self.source, own, rope, device)
 
 
 class Source(Protocol):
@@ -62,6 +62,11 @@ class Source(Protocol):
     @property
     def fingerprint(self) -> str:
         """Identity of its model."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed, and its RAM is empty."""
         ...
 
     def current_library(self) -> Library:
@@ -92,6 +97,8 @@ def transfer_of(given: TransferMap | Path | str | None, config: EngineConfig, so
         raise ConfigError(
             f"transfer needs reuse='approximate', for what is mapped is approximate; it is {config.reuse!r}"
         )
+    if source is not None and source.closed:
+        raise ConfigError("source is closed, so there is nothing to map; give an open engine, or open it again")
     if source is None and config.disk_path is None:
         raise ConfigError(
             "transfer has nowhere to take the source's KV from; give source=ENGINE, or the disk_path where it is stored"
@@ -105,7 +112,7 @@ def transfer_of(given: TransferMap | Path | str | None, config: EngineConfig, so
     if mapping.refused is not None:
         _LOG.warning("the map from %s is not used, prompts are computed: %s", mapping.source.name, mapping.refused)
         return None
-    return Transfer(mapping, None if source is None else source.current_library)
+    return Transfer(mapping, source)
 
 
 class Bridge:
@@ -115,14 +122,29 @@ class Bridge:
 
     Args:
         mapping: accepted, and of these two models.
-        library: gives the library that holds the source's chunks now.
+        source: engine that holds the source's chunks; None if ``own`` does.
+        own: the target's library; what its disk holds of the source is still there when ``source`` is closed.
         rope: rotation of the target's keys.
         device: of the target.
     """
 
-    def __init__(self, mapping: TransferMap, library: Callable[[], Library], rope: Rope, device: torch.device) -> None:
-        self._map, self._library = mapping.to(device), library
+    def __init__(
+        self, mapping: TransferMap, source: Source | None, own: Library, rope: Rope, device: torch.device
+    ) -> None:
+        self._map, self._source, self._own = mapping.to(device), source, own
         self._token_s = _seconds_of_a_token(self._map, rope)
+
+    def _library(self) -> Library:
+        """Where the source's chunks are now."""
+        source = self._source
+        if source is not None and source.closed:
+            source = self._source = None
+            _LOG.warning(
+                "the source engine of the map from %s is closed: what it held in RAM is mapped no more, and computed "
+                "instead; build this engine again with an open source",
+                self._map.source.name,
+            )
+        return self._own if source is None else source.current_library()
 
     def match(self, scope: Scope, ids: IntArray, taken: Sequence[Hit], *, token_s: float | None) -> Match:
         """What the source has read of ``ids`` where no hit of the target is; all of it as approximate hits.
