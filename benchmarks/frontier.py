@@ -101,16 +101,18 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
 def arms(base: Recipe, budgets: Sequence[float]) -> Iterator[tuple[str, str, Recipe]]:
     """Every arm at every budget: name, budget, recipe."""
     first = replace(base, selector="query", mean_ratio=None)
+    leading = replace(first, floor_tokens=0, lead_share=1.0, spot_tokens=0)
     yield "ours", "moved", replace(first, strategy="none")
     for ratio in LEAST:
-        yield "ours", f"first document {ratio:.1%}", replace(first, ratio=ratio, floor_tokens=0, lead_share=1.0)
+        yield "ours", f"first document {ratio:.1%}", replace(leading, ratio=ratio)
     for ratio in budgets:
         yield "ours", f"{ratio:.0%}", replace(first, ratio=ratio)
         yield "question", f"{ratio:.0%}", replace(first, ratio=ratio, mean_first=False)
         yield "question, rerun", f"{ratio:.0%}", replace(first, ratio=ratio, mean_first=False, rerun=True)
     plain = replace(
-        base, mean_ratio=None, mean_first=False, floor_tokens=0, least_tokens=0, whole_asked=0, offset=0.0, rerun=True
-    )
+        base, mean_ratio=None, mean_first=False, floor_tokens=0, least_tokens=0, whole_asked=0, spot_tokens=0, offset=0.0,
+        rerun=True,
+    )  # fmt: skip
     for ending in ("", AS_PUBLISHED):
         for ratio in budgets:
             yield f"CacheBlend-K{ending}", f"{ratio:.0%}", replace(plain, selector="cacheblend-k", ratio=ratio)

@@ -115,8 +115,9 @@ class Calibrator:
         if too_slow or max(len(p) for p in prompts) + ANSWER_TOKENS > self._runner.spec.window_tokens:
             return None
         # Selectors differ where they choose something, which they do not of the means that these passages are kept as,
-        # nor of passages that are recomputed whole.
-        scores = self._measure(replace(base, mean_ratio=None, mean_first=False, whole_asked=0), prompts)
+        # nor of what words choose.
+        plain = replace(base, mean_ratio=None, mean_first=False, whole_asked=0, spot_tokens=0)
+        scores = self._measure(plain, prompts)
         write_scores(path, scores)
         return Calibration(_with(base, _best(scores)), scores)
 

@@ -23,7 +23,7 @@ from .repair import (
     Recipe,
     Scores,
     choose,
-    floor_positions,
+    known_positions,
 )
 from .rope import Rope
 from .runner import ModelRunner
@@ -198,12 +198,12 @@ class _Request:
     def _joining(self) -> tuple[torch.Tensor, Positions]:
         """One pass over everything that is to be computed; what is chosen in its middle catches up there."""
         layer = self.band.stop
-        floor = floor_positions(self.recipe, self.plan.runs)
-        first = np.union1d(self.new, floor)
+        known = known_positions(self.recipe, self.plan.runs, self.asked)
+        first = np.union1d(self.new, known)
         probe = self._attention_of(self.asked.question, first, ends_pass=False)
         waiting = self._up_to(layer, first, probe)
         repaired = choose(self.recipe, self.plan.runs, _mass(probe), self.asked)
-        chosen = np.setdiff1d(repaired, floor)
+        chosen = np.setdiff1d(repaired, known)
         rows = np.union1d(first, repaired)
         if len(chosen):
             # The last token runs again behind them, as it will when the prompt comes again and is taken as served.
@@ -313,8 +313,8 @@ class _Request:
     def _offset_from(self, rows: Positions, repaired: Positions) -> None:
         """Let the next pass, of ``rows``, shift what is not repaired by what the repaired tokens in it change."""
         if self.recipe.offset:
-            floor = floor_positions(self.recipe, self.plan.runs)
-            self.kv.before_write = _MeanOffset(self, rows, np.setdiff1d(repaired, floor))
+            known = known_positions(self.recipe, self.plan.runs, self.asked)
+            self.kv.before_write = _MeanOffset(self, rows, np.setdiff1d(repaired, known))
 
 
 def _mass(probe: AttentionProbe) -> Scores:

@@ -14,12 +14,15 @@ import numpy.typing as npt
 
 from .chunks import IntArray, as_ids
 from .planner import Plan
-from .repair import Asked, Positions, Recipe, Run, Scores, most_whole
+from .repair import SHORT_TOKENS, Asked, Positions, Recipe, Run, Scores, floor_positions, most_whole
 
 QUESTION_TOKENS = 64  # the most that count as the question
 QUESTION_WORDS = 3  # what says less, such as "Why?", is asked about what was said before it
 LINE_TOKENS = 4  # a last line of fewer, such as "Answer:", belongs to the one before
 WORD_LETTERS = 4
+MOST_SPOTS = 2
+ROUNDING = 1e-6  # of sums of words
+WORDS_OF_SPOT = 1.5  # words of the question that no other passage has, where a long one repeats it
 NO_CHARACTER = "\ufffd"  # what a part of a character is decoded to
 
 
@@ -99,11 +102,15 @@ def read(ids: IntArray, plan: Plan, recipe: Recipe, tokens: Tokens) -> Plan:
     passages = np.array([not marked[run.start : run.end].any() for run in runs], bool)
     question = question_of(ids, [run for run, passage in zip(runs, passages, strict=True) if passage], tokens)
     rows = new[new >= max(plan.pure_until, question[0] if len(question) else 0)][-QUESTION_TOKENS:]
-    if most_whole(recipe, runs):
-        repeats, continued = words_of(ids, runs, passages, question, tokens)
-    else:
-        repeats, continued = np.zeros(len(runs), np.float32), np.zeros(len(runs), bool)
-    return replace(plan, asked=Asked(rows, repeats, continued, passages, len(question)))
+    asked = Asked(rows, np.zeros(len(runs), np.float32), np.zeros(len(runs), bool), passages, len(question))
+    size = recipe.spot_tokens if recipe.strategy == "cacheblend" else 0
+    if most_whole(recipe, runs) or (size and any(len(run) >= SHORT_TOKENS for run in runs)):
+        repeated = Repeated(ids, runs, passages, question, tokens)
+        repeats, continued = repeated.of_runs()
+        asked = replace(
+            asked, repeats=repeats, continued=continued, spots=repeated.spots(size, floor_positions(recipe, runs))
+        )
+    return replace(plan, asked=asked)
 
 
 def beginning_of(ids: IntArray, tokens: Tokens) -> int:
@@ -152,10 +159,51 @@ def question_of(ids: IntArray, passages: Sequence[Run], tokens: Tokens) -> Posit
     return found[-QUESTION_TOKENS:]
 
 
-def words_of(
-    ids: IntArray, runs: Sequence[Run], passages: npt.NDArray[np.bool_], question: Positions, tokens: Tokens
-) -> tuple[Scores, npt.NDArray[np.bool_]]:
-    """What the words of a question say of each run, see `Asked`: ``repeats`` and ``continued``.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """Words of a question of one kind, and where they stand in passages.
+
+    Attributes:
+        tokens: that each of them has.
+        at, which, before: positions at which they begin, which words they are, and where each began the last time
+            before, or -1; ascending for each word.
+        held: whether a run has a word, bool ``(runs, words)``; a run that is no passage has none.
+        weights: of the words, float64; what few runs hold counts more, for a word that all of them hold names none.
+    """
+
+    tokens: int
+    at: Positions
+    which: Positions
+    before: Positions
+    held: npt.NDArray[np.bool_]
+    weights: npt.NDArray[np.float64]
+
+
+def _kind(
+    words: npt.NDArray[np.integer],
+    prompt: npt.NDArray[np.integer],
+    tokens: int,
+    runs: Sequence[Run],
+    passages: npt.NDArray[np.bool_],
+) -> _Kind:
+    owner = np.full(len(prompt), -1)
+    for number, (run, passage) in enumerate(zip(runs, passages, strict=True)):
+        if passage:
+            owner[run.start : run.end - tokens + 1] = number
+    at = np.flatnonzero(owner >= 0) if len(words) else np.empty(0, np.int64)
+    which = np.minimum(np.searchsorted(words, prompt[at]), len(words) - 1)
+    known = words[which] == prompt[at]
+    order = np.argsort(which[known], kind="stable")
+    at, which = at[known][order], which[known][order]
+    again = np.diff(which, prepend=-1) == 0
+    held = np.zeros((len(runs), len(words)), bool)
+    held[owner[at], which] = True
+    weights = 1.0 / np.maximum(held.sum(0), 1) ** 2
+    return _Kind(tokens, at, which, np.where(again, np.roll(at, 1), -1), held, weights)
+
+
+class Repeated:
+    """Where the words of a question stand in the stretches that were moved.
 
     Two words in a row count like one more word: they are what names are made of.
 
@@ -166,37 +214,67 @@ def words_of(
         question: its positions.
         tokens: what they are.
     """
-    same = tokens.same(ids)
-    told = [run for run, passage in zip(runs, passages, strict=True) if passage]
-    words, first = np.unique(same[question], return_index=True)
-    held = np.zeros((len(runs), len(words)), bool)
-    held[passages] = _held(same, told, words, 0)
-    pairs = same[:-1].astype(np.int64) << 32 | same[1:]
-    asked = np.unique(pairs[np.intersect1d(question, question - 1)])
-    in_a_row = np.zeros((len(runs), len(asked)), bool)
-    in_a_row[passages] = _held(pairs, told, asked, 1)
-    both = np.concatenate([held, in_a_row], 1).astype(np.float32)
-    # What few runs hold counts more: a word that all of them hold names none.
-    repeats = both @ (1 / np.maximum(both.sum(0), 1) ** 2)
-    more = held[1:] & ~held[:-1]
-    says = np.zeros(len(words), bool)
-    said_more = np.flatnonzero(more.any(0))
-    says[said_more] = [tokens.is_word(int(ids[question[first[i]]])) for i in said_more]
-    return repeats, np.append((more & says).any(1), [False] * min(len(runs), 1))
 
+    def __init__(
+        self, ids: IntArray, runs: Sequence[Run], passages: npt.NDArray[np.bool_], question: Positions, tokens: Tokens
+    ) -> None:
+        same = tokens.same(ids)
+        pairs = same[:-1].astype(np.int64) << 32 | same[1:]
+        words, first = np.unique(same[question], return_index=True)
+        in_a_row = np.unique(pairs[np.intersect1d(question, question - 1)])
+        self._kinds = (_kind(words, same, 1, runs, passages), _kind(in_a_row, pairs, 2, runs, passages))
+        self._asked, self._is_word, self._prompt_tokens = ids[question[first]].tolist(), tokens.is_word, len(ids)
+        self._long = [run for run, passage in zip(runs, passages, strict=True) if passage and len(run) >= SHORT_TOKENS]
 
-def _held(
-    prompt: npt.NDArray[np.integer], runs: Sequence[Run], words: npt.NDArray[np.integer], reach: int
-) -> npt.NDArray[np.bool_]:
-    """Which of some words, ascending, each run has, bool ``(runs, words)``; one is so many tokens longer than one."""
-    held = np.zeros((len(runs), len(words)), bool)
-    if len(words):
-        which = np.minimum(np.searchsorted(words, prompt), len(words) - 1)
-        known = words[which] == prompt
-        for row, run in zip(held, runs, strict=True):
-            span = slice(run.start, run.end - reach)
-            row[which[span][known[span]]] = True
-    return held
+    def of_runs(self) -> tuple[Scores, npt.NDArray[np.bool_]]:
+        """What words say of each run, see `Asked`: ``repeats`` and ``continued``."""
+        repeats = sum(kind.held @ kind.weights for kind in self._kinds)
+        held = self._kinds[0].held
+        more = held[1:] & ~held[:-1]
+        says = np.zeros(held.shape[1], bool)
+        said_more = np.flatnonzero(more.any(0))
+        says[said_more] = [self._is_word(self._asked[i]) for i in said_more]
+        return np.asarray(repeats, np.float32), np.append((more & says).any(1), [False] * min(len(held), 1))
+
+    def spots(self, size: int, known: Positions) -> Positions:
+        """Where long passages repeat most of the question: at most two windows of ``size`` tokens.
+
+        The second one has other words than the first, and both have others than what is recomputed anyway. A word
+        counts once in a window, however often it stands there.
+
+        Args:
+            size: of a window.
+            known: what is recomputed anyway.
+        """
+        begins = np.zeros(self._prompt_tokens + 1, bool)
+        for run in self._long if size else ():
+            begins[run.start : max(run.end - size + 1, run.start)] = True
+        weights = [kind.weights.copy() for kind in self._kinds]
+        self._leave_out(weights, known)
+        found: list[Positions] = []
+        while len(found) < MOST_SPOTS and begins.any():
+            sums = np.zeros(len(begins))
+            for kind, weight in zip(self._kinds, weights, strict=True):
+                # A word counts in the windows that hold it and not the place where it stood before.
+                earliest = np.maximum(np.maximum(kind.before + 1, kind.at + kind.tokens - size), 0)
+                np.add.at(sums, earliest, weight[kind.which])
+                np.add.at(sums, kind.at + 1, -weight[kind.which])
+            repeated = np.where(begins, np.cumsum(sums), 0.0)
+            best = int(repeated.argmax())
+            if repeated[best] < WORDS_OF_SPOT - ROUNDING:
+                break
+            behind = best + int((repeated[best:] < repeated[best] - ROUNDING).argmax())
+            start = (best + max(behind - 1, best)) // 2  # of windows that hold the same, the middle one
+            found.append(np.arange(start, start + size))
+            self._leave_out(weights, found[-1])
+        return np.unique(np.concatenate([np.empty(0, np.int64), *found]))
+
+    def _leave_out(self, weights: Sequence[npt.NDArray[np.float64]], positions: Positions) -> None:
+        """Count what stands at some positions no more."""
+        there = np.zeros(self._prompt_tokens + 1, bool)
+        there[positions] = True
+        for kind, weight in zip(self._kinds, weights, strict=True):
+            weight[kind.which[there[kind.at] & there[kind.at + kind.tokens - 1]]] = 0
 
 
 def says_something(piece: str) -> bool:

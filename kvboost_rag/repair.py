@@ -11,7 +11,7 @@ offset: AgentKVShift (arXiv 2607.21604). All re-implemented from their descripti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -56,6 +56,7 @@ class Asked:
         continued: whether the run right behind it has words of the question that it lacks, bool ``(runs,)``.
         passages: whether it is text that can be asked about, and not what was said before, bool ``(runs,)``.
         said: how many tokens the question has, stored ones with them.
+        spots: where long passages repeat most of the question, see `Recipe.spot_tokens`; ascending positions.
     """
 
     question: Positions
@@ -63,6 +64,7 @@ class Asked:
     continued: npt.NDArray[np.bool_]
     passages: npt.NDArray[np.bool_]
     said: int = 0
+    spots: Positions = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,9 @@ class Recipe:
             run right behind it, where that has words of the question which the run itself lacks. Models tell like
             passages apart by where they stand, which moving changes; and one that leans on the passage before it ("its
             version is…") says of what it speaks only there.
+        spot_tokens: size of the windows, at most two, that are recomputed where long passages repeat most of the
+            question: the line that it quotes, the name that it asks about. New tokens find their answer by what stands
+            there, and less surely where that was encoded among other documents.
         floor_tokens: least first tokens of each run that are always recomputed.
         window_tokens: seam window of "selective".
         probe_from, probe_to: band of layers, as shares of the depth, whose attention counts for "query"; the probe
@@ -108,6 +113,7 @@ class Recipe:
     lead_share: float = 0.5
     least_tokens: int = 0
     whole_asked: int = 1
+    spot_tokens: int = 16
     floor_tokens: int = 4
     window_tokens: int = 16
     probe_from: float = 0.4
@@ -165,6 +171,12 @@ def _first_shares(recipe: Recipe, runs: Sequence[Run]) -> list[float]:
 def floor_positions(recipe: Recipe, runs: Sequence[Run]) -> Positions:
     """The first tokens of each run: attention sinks where they stood first, and not where they stand now."""
     return _join([np.arange(r.start, r.start + n) for r, n in zip(runs, floors(recipe, runs), strict=True)])
+
+
+def known_positions(recipe: Recipe, runs: Sequence[Run], asked: Asked | None) -> Positions:
+    """What is recomputed whatever a probe says: first tokens, and where the question is repeated."""
+    floor = floor_positions(recipe, runs)
+    return floor if asked is None or recipe.strategy != "cacheblend" else _join([floor, asked.spots])
 
 
 def seam_positions(runs: Sequence[Run], window_tokens: int) -> Positions:
@@ -289,7 +301,7 @@ def expected(recipe: Recipe, runs: Sequence[Run], asked: Asked | None = None) ->
     elif recipe.strategy == "cacheblend":
         known = asked is not None and recipe.probe(runs, asked) != "query"
         whole = sum(map(len, whole_runs(recipe, runs, None, asked))) if known else most_whole(recipe, runs)
-        count += sum(budgets(recipe, runs)) + whole
+        count += sum(budgets(recipe, runs)) + whole + (0 if asked is None else len(asked.spots))
     return min(count, sum(map(len, runs)))
 
 
@@ -306,11 +318,11 @@ def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None, asked: As
         return np.empty(0, np.int64)
     if recipe.everything:
         return _join([np.arange(r.start, r.end) for r in runs])
-    floor = floor_positions(recipe, runs)
+    known = known_positions(recipe, runs, asked)
     if recipe.strategy == "selective":
-        return _join([floor, seam_positions(runs, recipe.window_tokens)])
+        return _join([known, seam_positions(runs, recipe.window_tokens)])
     whole = whole_runs(recipe, runs, scores, asked)
-    sure = _join([floor, *(np.arange(run.start, run.end) for run in whole)])
+    sure = _join([known, *(np.arange(run.start, run.end) for run in whole)])
     if scores is None:
         return sure
     candidates = np.setdiff1d(_join([np.arange(r.start, r.end) for r in runs]), sure, assume_unique=True)

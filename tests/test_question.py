@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,14 +16,25 @@ from kvboost_rag.planner import Plan, Segment
 from kvboost_rag.question import (
     QUESTION_TOKENS,
     Alike,
+    Repeated,
     Tokens,
     beginning_of,
     question_of,
     read,
     says_something,
-    words_of,
 )
-from kvboost_rag.repair import Asked, Positions, Recipe, Run, choose, most_whole, named_runs, whole_runs
+from kvboost_rag.repair import (
+    Asked,
+    Positions,
+    Recipe,
+    Run,
+    choose,
+    expected,
+    floor_positions,
+    most_whole,
+    named_runs,
+    whole_runs,
+)
 from tests.test_repair import PROMPT, _runs
 
 END, BEGIN, USER, MODEL = 1, 2, 3, 4  # of a chat template: a turn ends, a turn begins, and who speaks
@@ -40,7 +52,8 @@ def _ids(*tokens: int) -> IntArray:
 
 def asked_about(ids: IntArray, runs: list[Run], question: Positions, tokens: Tokens) -> Asked:
     passages = np.array([not np.isin(ids[run.start : run.end], tokens.markers()).any() for run in runs], bool)
-    return Asked(question, *words_of(ids, runs, passages, question, tokens), passages)
+    repeated = Repeated(ids, runs, passages, question, tokens)
+    return Asked(question, *repeated.of_runs(), passages, spots=repeated.spots(16, floor_positions(Recipe(), runs)))
 
 
 def test_the_question_of_a_chat_is_what_the_last_turn_says() -> None:
@@ -179,6 +192,79 @@ def test_words_are_counted_as_sets_would(runs: list[Run], seed: int, vocabulary:
         behind = held[i + 1] if i + 1 < len(runs) else set[int]()
         assert asked.repeats[i] == pytest.approx(sum(1 / sum(w in other for other in both) ** 2 for w in both[i]))
         assert asked.continued[i] == any(word % 2 == 0 for word in behind - own)
+
+
+def test_where_a_long_passage_repeats_the_question_is_recomputed() -> None:
+    ids = np.arange(1000, 1800, dtype=np.int32)
+    long, other, short = Run(10, 310), Run(312, 612), Run(614, 674)
+    asking = np.arange(700, 720)
+    ids[100:106] = ids[700:706]  # the line that is quoted
+    ids[[20, 50, 200]] = ids[700]  # and a word of it elsewhere
+    ids[400:403] = ids[710:713]  # what else is asked about
+    ids[630:640] = ids[710:720]  # in a short passage, which is recomputed whole or not at all
+    spots = asked_about(ids, [long, other, short], asking, WORDS).spots
+    assert spots.tolist() == [*range(95, 111)]  # what is repeated, in the middle
+    ids[630:640] = 5
+    spots = asked_about(ids, [long, other, short], asking, WORDS).spots
+    assert spots.tolist() == [*range(95, 111), *range(393, 409)]
+    ids[500:503] = ids[706:709]  # there are no more than two, and the longer one comes first
+    assert asked_about(ids, [long, other, short], asking, WORDS).spots.tolist() == spots.tolist()
+    asked = asked_about(ids, [long, other], asking, WORDS)
+    known = choose(Recipe(ratio=0.0), [long, other], None, asked)
+    assert set(known.tolist()) == {*range(10, 14), *range(312, 316), *spots.tolist()}
+    assert expected(Recipe(ratio=0.0), [long, other], asked) == len(known)
+    for strategy in ("none", "selective"):
+        less = choose(Recipe(strategy=strategy), [long, other], None, asked)
+        assert not set(spots.tolist()) & set(less.tolist())
+
+
+def test_a_spot_stays_inside_its_passage_and_holds_more_than_a_chance_word() -> None:
+    ids = np.arange(1000, 1400, dtype=np.int32)
+    run, asking = Run(10, 210), np.arange(300, 310)
+    ids[207:210] = ids[300:303]
+    assert asked_about(ids, [run], asking, WORDS).spots.tolist() == list(range(194, 210))
+    ids[207:210] = 5
+    ids[100] = ids[300]
+    assert asked_about(ids, [run], asking, WORDS).spots.tolist() == []
+    ids[10:14] = ids[300:304]  # the first four are recomputed anyway
+    assert asked_about(ids, [run], asking, WORDS).spots.tolist() == []
+    ids[12:18] = ids[300:306]
+    assert asked_about(ids, [run], asking, WORDS).spots.tolist() == list(range(11, 27))
+    segments = (Segment("compute", 0, 10), Segment("approximate", 10, 210, "a"), Segment("compute", 210, 310))
+    plan = Plan(310, segments, (run,))
+    for recipe, count in ((Recipe(), 16), (Recipe(spot_tokens=0), 0), (Recipe(strategy="none"), 0)):
+        found = read(ids[:310], plan, recipe, WORDS).asked
+        assert found is not None
+        assert len(found.spots) == count
+
+
+@settings(max_examples=150, deadline=None)
+@given(_runs(longest=200), st.integers(0, 2**32 - 1), st.integers(2, 300), st.integers(1, 24))
+def test_spots_hold_the_most_of_the_question(runs: list[Run], seed: int, vocabulary: int, size: int) -> None:
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, vocabulary, runs[-1].end + 20).astype(np.int32)
+    asking = np.arange(len(ids) - 20, len(ids))
+    every = np.full(len(runs), True)
+    spots = Repeated(ids, runs, every, asking, WORDS).spots(size, np.empty(0, np.int64)).tolist()
+    wanted = {*ids[asking].tolist(), *pairwise(ids[asking].tolist())}
+
+    def held(start: int, end: int) -> set[object]:
+        text = ids[start:end].tolist()
+        return wanted & {*text, *pairwise(text)}
+
+    holders = Counter(word for run in runs for word in held(run.start, run.end))
+
+    def worth(start: int, taken: set[object]) -> float:
+        return sum(1 / holders[word] ** 2 for word in held(start, start + size) - taken)
+
+    long = [run for run in runs if len(run) >= 128]
+    starts = [start for run in long for start in range(run.start, run.end - size + 1)]
+    first = max((worth(start, set()) for start in starts), default=0.0)
+    assert bool(spots) == (first >= 1.5 - 1e-6)
+    assert len(spots) <= 2 * size
+    windows = [start for start in starts if set(range(start, start + size)) <= set(spots)]
+    if spots:
+        assert max(worth(start, set()) for start in windows) == pytest.approx(first)
 
 
 def test_what_stands_behind_is_recomputed_only_where_it_goes_on_about_what_is_asked() -> None:

@@ -35,11 +35,11 @@ RATIOS = st.floats(0.0, 1.0)
 
 
 @st.composite
-def _runs(draw: st.DrawFn) -> list[Run]:
+def _runs(draw: st.DrawFn, *, longest: int = 50) -> list[Run]:
     at, runs = 0, []
     for _ in range(draw(st.integers(1, 6))):
         start = at + draw(st.integers(0, 12))
-        at = start + draw(st.integers(1, 50))
+        at = start + draw(st.integers(1, longest))
         runs.append(Run(start, at))
     return runs
 
