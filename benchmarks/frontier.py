@@ -110,8 +110,8 @@ def arms(base: Recipe, budgets: Sequence[float]) -> Iterator[tuple[str, str, Rec
         yield "question", f"{ratio:.0%}", replace(first, ratio=ratio, mean_first=False)
         yield "question, rerun", f"{ratio:.0%}", replace(first, ratio=ratio, mean_first=False, rerun=True)
     plain = replace(
-        base, mean_ratio=None, mean_first=False, floor_tokens=0, least_tokens=0, whole_asked=0, spot_tokens=0, offset=0.0,
-        rerun=True,
+        base, mean_ratio=None, mean_first=False, floor_tokens=0, least_tokens=0, whole_asked=0, spot_tokens=0,
+        offset=0.0, rerun=True,
     )  # fmt: skip
     for ending in ("", AS_PUBLISHED):
         for ratio in budgets:
