@@ -66,6 +66,7 @@ def recipe_of(config: EngineConfig) -> Recipe:
         mapped_ratio=_MAPPED_RATIO if config.repair_ratio is None else None,
         least_tokens=config.repair_least_tokens,
         whole_asked=config.repair_whole_passages,
+        spot_tokens=config.repair_spot_tokens,
         floor_tokens=config.floor_tokens,
         window_tokens=config.window_tokens,
         offset=offset,

@@ -43,6 +43,9 @@ class EngineConfig:
         repair_whole_passages: so many moved runs of fewer than 128 tokens "cacheblend" recomputes whole, whatever the
             ratio: those that the question is about, each with the short one right behind it if that has words of the
             question which it lacks (docs/accuracy.md).
+        repair_spot_tokens: of moved runs of 128 tokens and more, "cacheblend" recomputes so many tokens where they
+            repeat most of the question, at most at two places: the line that it quotes, the name that it asks about. 0
+            recomputes none.
         floor_tokens: first tokens of each moved run that are always recomputed.
         window_tokens: width of the seam window of "selective".
         chunking: where stored runs are cut: every `chunk_tokens` ("fixed"), at the sentence or paragraph end
@@ -100,6 +103,7 @@ class EngineConfig:
     repair_ratio: float | None = None
     repair_least_tokens: int = 0
     repair_whole_passages: int = 1
+    repair_spot_tokens: int = 16
     floor_tokens: int = 4
     window_tokens: int = 16
     chunking: Chunking = "document"
@@ -140,6 +144,7 @@ class EngineConfig:
             _in_range("repair_ratio", self.repair_ratio, 0.0, 1.0)
         _in_range("repair_least_tokens", self.repair_least_tokens, 0, 4096)
         _in_range("repair_whole_passages", self.repair_whole_passages, 0, 4096)
+        _in_range("repair_spot_tokens", self.repair_spot_tokens, 0, 128)
         _in_range("floor_tokens", self.floor_tokens, 0, 4096)
         _in_range("window_tokens", self.window_tokens, 1, 4096)
         _in_range("chunk_tokens", self.chunk_tokens, ANCHOR_TOKENS, 1 << 20)

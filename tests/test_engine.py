@@ -219,6 +219,24 @@ def test_so_many_short_passages_are_recomputed_whole(count: int) -> None:
     assert found.usage.repaired_tokens in {sum(whole) + 4 * (len(runs) - len(whole)) for whole in wholes}
 
 
+@pytest.mark.parametrize("size", [0, 16])
+def test_the_place_that_a_question_quotes_is_recomputed(size: int) -> None:
+    engine = engine_of(selector="query", repair_ratio=0.0, repair_spot_tokens=size, store_prompts=False)
+    documents = [text(seed, 120) for seed in (1, 2, 3)]
+    quoted = " ".join(documents[1].split()[60:66])
+    engine.warm(documents)
+    found = engine.prefill(prompt_of(documents[::-1], question=f"Where does it say: {quoted}?"))
+    runs, asked = found.plan.runs, found.plan.asked
+    assert asked is not None
+    assert len(runs) == 3
+    assert all(len(run) >= 128 for run in runs)
+    assert len(asked.spots) in {size, 2 * size}
+    assert found.usage.repaired_tokens == len(asked.spots) + 4 * len(runs)
+    assert size == 0 or " ".join(quoted.split()[2:4]) in engine.tokenizer.decode(
+        [found.token_ids[i] for i in asked.spots]
+    )
+
+
 @every_repair
 def test_approximate_answers_repeat_bit_for_bit(repair: dict[str, Any]) -> None:
     engine = engine_of(store_prompts=False, **repair)
