@@ -6,12 +6,12 @@ nearest budgets; differences are bootstrapped over prompts, in pairs.
 
     python benchmarks/frontier.py --prompts 24 --json results/frontier.json --plot results/frontier.png
 
-Arms on the KV of our own warming: `ours` (the first share of each document, most of it in the one that stands first;
-below two percent, all of it there), `question` (what the question attends to beyond the first four, in one pass), the
-same with new tokens that run twice (`rerun`), and the selectors `CacheBlend-K`, `CacheBlend-V` (change of keys or
-values in the second layer, no quota), `EPIC` (first tokens of each chunk), `ProphetKV` (attention of the question, all
-layers), `AgentKVShift` (the same tokens, and their whole mean change added to the rest of a chunk). The same selectors
-`as published` work on documents that were encoded alone. All are re-implemented from their papers. `charged` counts
+Arms on the KV of our own warming: `ours` (the first tokens of each document, most of them in the one that stands
+first, and beyond three percent what the question attends to, near those; below two percent, all in the first document),
+`first tokens` alone, `attention` alone, and the selectors `CacheBlend-K`, `CacheBlend-V` (change of keys or values in
+the second layer, no quota), `EPIC` (first tokens of each chunk), `ProphetKV` (attention of the question, all layers),
+`AgentKVShift` (the same tokens, and their whole mean change added to the rest of a chunk). The same selectors `as
+published` work on documents that were encoded alone. All are re-implemented from their papers. `charged` counts
 every token that ran, each pass by its share of the layers, probes included.
 """
 
@@ -38,7 +38,7 @@ from kvboost_rag.repair import Recipe
 TARGETS = (0.05, 0.10, 0.20)  # shares of the prompt that run
 LEAST = (0.004, 0.012)  # budgets of `ours` at which all goes to the document that stands first
 FLOORS = (4, 12, 32)  # tokens of each chunk, for arms that take a chunk's first ones
-OURS = ("ours", "question", "question, rerun")
+OURS = ("ours", "first tokens", "attention")
 ISOLATED = "isolated"  # namespace of documents that were encoded alone
 AS_PUBLISHED = " as published"
 
@@ -100,18 +100,20 @@ def measured(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def arms(base: Recipe, budgets: Sequence[float]) -> Iterator[tuple[str, str, Recipe]]:
     """Every arm at every budget: name, budget, recipe."""
-    first = replace(base, selector="query", mean_ratio=None)
-    leading = replace(first, floor_tokens=0, lead_share=1.0, spot_tokens=0)
-    yield "ours", "moved", replace(first, strategy="none")
+    ours = replace(base, selector="query")
+    leading = replace(ours, floor_tokens=0, lead_share=1.0, spot_tokens=0)
+    yield "ours", "moved", replace(ours, strategy="none")
     for ratio in LEAST:
-        yield "ours", f"first document {ratio:.1%}", replace(leading, ratio=ratio)
+        yield "ours", f"first document {ratio:.1%}", leading.with_ratio(ratio)
     for ratio in budgets:
-        yield "ours", f"{ratio:.0%}", replace(first, ratio=ratio)
-        yield "question", f"{ratio:.0%}", replace(first, ratio=ratio, mean_first=False)
-        yield "question, rerun", f"{ratio:.0%}", replace(first, ratio=ratio, mean_first=False, rerun=True)
+        recipe = ours.with_ratio(ratio)
+        yield "ours", f"{ratio:.0%}", recipe
+        if ratio > ours.first_ratio:
+            yield "first tokens", f"{ratio:.0%}", replace(recipe, first_ratio=1.0)
+        yield "attention", f"{ratio:.0%}", replace(recipe, first_ratio=0.0, near_tokens=0)
     plain = replace(
-        base, mean_ratio=None, mean_first=False, floor_tokens=0, least_tokens=0, whole_asked=0, spot_tokens=0,
-        offset=0.0, rerun=True,
+        base.with_ratio(0.0), first_ratio=0.0, near_tokens=0, floor_tokens=0, least_tokens=0, whole_asked=0,
+        spot_tokens=0, offset=0.0, rerun=True,
     )  # fmt: skip
     for ending in ("", AS_PUBLISHED):
         for ratio in budgets:
@@ -211,8 +213,8 @@ def _mean(values: Sequence[float]) -> float:
 
 STYLES = {
     "ours": ("#1d4ed8", "o", 2.4),
-    "question": ("#60a5fa", "s", 1.8),
-    "question, rerun": ("#93c5fd", "p", 1.8),
+    "first tokens": ("#60a5fa", "s", 1.8),
+    "attention": ("#93c5fd", "p", 1.8),
     "CacheBlend-K": ("#b45309", "v", 1.2),
     "CacheBlend-V": ("#d97706", "^", 1.2),
     "EPIC": ("#047857", "D", 1.2),
@@ -220,9 +222,9 @@ STYLES = {
     "AgentKVShift": ("#6b7280", "P", 1.2),
 }
 LABELS = {
-    "ours": "ours: first share of each document",
-    "question": "ours: what the question attends to",
-    "question, rerun": "the same, new tokens run twice",
+    "ours": "ours: first tokens, then attention near them",
+    "first tokens": "ours, first tokens alone",
+    "attention": "ours, attention alone",
 }
 
 

@@ -47,8 +47,8 @@ subject_of = {tuple(chosen): chosen[-1] for chosen in prompts}
 # token are compared (KL divergence). *Fidelity* is 1 − KL / KL of the prompt without its documents: 1 is what full
 # recomputation gives, 0 is as if the documents had not been there.
 #
-# `engine.recipe` is what repairs. `ratio` is the share of moved tokens that is recomputed, `mean_ratio` the same of
-# documents that were read in several orders, as `warm` does.
+# `engine.recipe` is what repairs; `with_ratio` is the same with another share of the moved tokens to recompute, as
+# `EngineConfig(repair_ratio=…)` sets it.
 
 
 # %%
@@ -70,9 +70,9 @@ standard = engine.recipe
 recipes = {
     "moved only": replace(standard, strategy="none"),
     "the default": standard,
-    "10 %": replace(standard, ratio=0.1, mean_ratio=0.1),
-    "20 %": replace(standard, ratio=0.2, mean_ratio=0.2),
-    "40 %": replace(standard, ratio=0.4, mean_ratio=0.4),
+    "10 %": standard.with_ratio(0.1),
+    "20 %": standard.with_ratio(0.2),
+    "40 %": standard.with_ratio(0.4),
     "everything": replace(standard, ratio=1.0),
 }
 kl = {name: [] for name in ("no documents", *recipes)}

@@ -37,7 +37,7 @@ DEFAULT = CANDIDATES[0]  # as near as deviation over the answer, and nearer at i
 _RATIO, _MEAN_RATIO = 0.05, 0.03  # of what was met once, and of what was warmed in several orders
 _MAPPED_RATIO = 0.2  # of what was mapped from another model
 MARGIN = 0.75  # two prompts are a small sample: the default stays unless another is clearly better
-_VERSION = 3
+_VERSION = 4
 
 
 def measure_costs(runner: ModelRunner, rope: Rope | None, codec: Codec) -> CostModel:
@@ -58,12 +58,12 @@ def measure_costs(runner: ModelRunner, rope: Rope | None, codec: Codec) -> CostM
 def recipe_of(config: EngineConfig) -> Recipe:
     """The repair that a configuration asks for, before any calibration."""
     selector, offset = DEFAULT
-    return Recipe(
+    recipe = Recipe(
         strategy=config.repair,
         selector=selector if config.selector == "auto" else config.selector,
-        ratio=_RATIO if config.repair_ratio is None else config.repair_ratio,
-        mean_ratio=_MEAN_RATIO if config.repair_ratio is None else None,
-        mapped_ratio=_MAPPED_RATIO if config.repair_ratio is None else None,
+        ratio=_RATIO,
+        mean_ratio=_MEAN_RATIO,
+        mapped_ratio=_MAPPED_RATIO,
         least_tokens=config.repair_least_tokens,
         whole_asked=config.repair_whole_passages,
         spot_tokens=config.repair_spot_tokens,
@@ -71,6 +71,7 @@ def recipe_of(config: EngineConfig) -> Recipe:
         window_tokens=config.window_tokens,
         offset=offset,
     )
+    return recipe if config.repair_ratio is None else recipe.with_ratio(config.repair_ratio)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class Calibrator:
             return None
         # Selectors differ where they choose something, which they do not of the means that these passages are kept as,
         # nor of what words choose.
-        plain = replace(base, mean_ratio=None, mean_first=False, whole_asked=0, spot_tokens=0)
+        plain = replace(base, mean_ratio=None, first_ratio=0.0, whole_asked=0, spot_tokens=0)
         scores = self._measure(plain, prompts)
         write_scores(path, scores)
         return Calibration(_with(base, _best(scores)), scores)

@@ -36,8 +36,9 @@ class EngineConfig:
         selector: how "cacheblend" chooses tokens; "auto" uses what the calibration at load found best.
         repair_ratio: share of the approximate tokens that "cacheblend" recomputes beyond `floor_tokens`, 0..1. At 1
             everything is recomputed, which equals a full prefill. None is 0.05, but 0.03 for documents that were warmed
-            in several orders; of those, it is first tokens, half of them the first document's (docs/accuracy.md). Of KV
-            that was mapped from another model it is 0.2.
+            in several orders, and 0.2 for KV that was mapped from another model. Of documents warmed in several orders,
+            0.03 are first tokens, half of them the first document's; what is beyond goes to what the question attends
+            to, near the beginnings (docs/accuracy.md).
         repair_least_tokens: least tokens of each moved run of fewer than 128 that "cacheblend" recomputes beyond the
             floor, whatever the ratio.
         repair_whole_passages: so many moved runs of fewer than 128 tokens "cacheblend" recomputes whole, whatever the

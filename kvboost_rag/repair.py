@@ -11,7 +11,7 @@ offset: AgentKVShift (arXiv 2607.21604). All re-implemented from their descripti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -21,6 +21,7 @@ SHORT_TOKENS = 128  # a run of fewer is a short passage, see `Recipe.whole_asked
 LEAD_TOKENS = 32  # beyond so many first tokens, being first makes no difference
 CLEARLY = 1.5  # times as many words of the question as the next run, and
 WORDS_OF_NAME = 2.5  # of them that no other run has: two that stand in a row are 3, and a chance word is 1
+RERUN_FROM = 0.1  # so large a share chosen, new tokens that waited have seen too much unrepaired
 SEPARATOR_TOKENS = 16  # passages with no more than this between them are neighbours
 Positions: TypeAlias = npt.NDArray[np.int64]
 Scores: TypeAlias = npt.NDArray[np.float32]
@@ -79,8 +80,8 @@ class Recipe:
             `ratio`.
         mapped_ratio: the share of runs whose KV was mapped from another model's, and so has more to repair; None is
             `ratio`.
-        mean_first: whether that share is taken from the beginning of such a run, without asking a probe: what is left
-            to repair in a mean lies where a new neighbour is near.
+        first_ratio: as much of that share as is taken from the beginning of such a run, without asking a probe: what is
+            left to repair in a mean lies where a new neighbour is near. The rest is chosen.
         lead_share: how much of what is spent on the first tokens of means goes to those that stand behind no other run:
             behind the preamble, where none was encoded; at most 32 tokens each. All others stand behind a document, as
             they did.
@@ -93,6 +94,8 @@ class Recipe:
         spot_tokens: size of the windows, at most two, that are recomputed where long passages repeat most of the
             question: the line that it quotes, the name that it asks about. New tokens find their answer by what stands
             there, and less surely where that was encoded among other documents.
+        near_tokens: what "query" adds to a mean's token's distance from the beginning of its run before it divides
+            attention by it: the nearer a new neighbour is, the more is left to repair. 0 leaves it to attention.
         floor_tokens: least first tokens of each run that are always recomputed.
         window_tokens: seam window of "selective".
         probe_from, probe_to: band of layers, as shares of the depth, whose attention counts for "query"; the probe
@@ -109,11 +112,12 @@ class Recipe:
     ratio: float = 0.05
     mean_ratio: float | None = None
     mapped_ratio: float | None = None
-    mean_first: bool = True
+    first_ratio: float = 0.03
     lead_share: float = 0.5
     least_tokens: int = 0
     whole_asked: int = 1
     spot_tokens: int = 16
+    near_tokens: int = 8
     floor_tokens: int = 4
     window_tokens: int = 16
     probe_from: float = 0.4
@@ -121,6 +125,10 @@ class Recipe:
     rerun: bool = False
     deviation_layer: int = 1
     offset: float = 0.5
+
+    def with_ratio(self, ratio: float) -> Recipe:
+        """The same with one share for all runs, however their KV came to be."""
+        return replace(self, ratio=ratio, mean_ratio=None, mapped_ratio=None, rerun=ratio >= RERUN_FROM)
 
     @property
     def everything(self) -> bool:
@@ -150,8 +158,7 @@ def floors(recipe: Recipe, runs: Sequence[Run]) -> list[int]:
     """How many of the first tokens of each run are recomputed, whatever a probe says."""
     if recipe.strategy == "none":
         return [0] * len(runs)
-    first = recipe.strategy == "cacheblend" and recipe.mean_first
-    shares = _first_shares(recipe, runs) if first else [0.0] * len(runs)
+    shares = _first_shares(recipe, runs) if recipe.strategy == "cacheblend" else [0.0] * len(runs)
     return [min(len(run), max(recipe.floor_tokens, round(n))) for run, n in zip(runs, shares, strict=True)]
 
 
@@ -159,7 +166,7 @@ def _first_shares(recipe: Recipe, runs: Sequence[Run]) -> list[float]:
     """First tokens of each mean: a share of it, and more where it stands behind something else than a document."""
     leading = [run.mean and (not i or not _neighbours(runs[i - 1], run)) for i, run in enumerate(runs)]
     tokens = sum(len(run) for run in runs if run.mean)
-    budget = _mean_ratio(recipe) * tokens
+    budget = min(_mean_ratio(recipe), recipe.first_ratio) * tokens
     extra = min(recipe.lead_share * budget / max(sum(leading), 1), LEAD_TOKENS)
     evenly = (budget - extra * sum(leading)) / max(tokens, 1)
     return [
@@ -282,7 +289,7 @@ def _neighbours(one: Run, run: Run) -> bool:
 def _ratio(recipe: Recipe, run: Run) -> float:
     """The share of a run that a probe chooses."""
     if run.mean:
-        return 0.0 if recipe.mean_first else _mean_ratio(recipe)
+        return max(_mean_ratio(recipe) - recipe.first_ratio, 0.0)
     return recipe.mapped_ratio if run.mapped and recipe.mapped_ratio is not None else recipe.ratio
 
 
@@ -330,7 +337,10 @@ def choose(recipe: Recipe, runs: Sequence[Run], scores: Scores | None, asked: As
     for i, run in enumerate(runs):  # what a mapped run that is recomputed whole has cost, the mapped ones pay
         if run.mapped:
             left[i], spent = max(left[i] - spent, 0), max(spent - left[i], 0)
-    picked = SELECTORS[recipe.selector].choose(scores, runs, candidates, left)
+    selector = SELECTORS[recipe.selector]
+    if selector.probe == "query" and recipe.near_tokens:
+        scores = _by_distance(scores, runs, recipe.near_tokens)
+    picked = selector.choose(scores, runs, candidates, left)
     return _join([sure, picked])
 
 
@@ -351,6 +361,14 @@ def top_with_quota(scores: Scores, runs: Sequence[Run], candidates: Positions, b
     sure = _join(picked)
     rest = np.setdiff1d(candidates, sure, assume_unique=True)
     return _join([sure, _top(scores, rest, sum(budgets) - len(sure))])
+
+
+def _by_distance(scores: Scores, runs: Sequence[Run], near: int) -> Scores:
+    """Scores over ``near`` and, in means, the distance from the beginning; elsewhere all may have changed as much."""
+    found = scores.copy()
+    for run in runs:
+        found[run.start : run.end] /= near + (np.arange(len(run), dtype=np.float32) if run.mean else np.float32(0))
+    return found
 
 
 def _top(scores: Scores, candidates: Positions, count: int) -> Positions:

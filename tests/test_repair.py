@@ -190,14 +190,17 @@ def test_a_budget_is_a_share_of_each_run_and_never_too_little_for_a_short_one() 
 
 def test_the_mean_behind_the_preamble_gets_more_of_the_first_tokens() -> None:
     runs = [Run(20, 220, mean=True), Run(222, 422, mean=True), Run(424, 624, mean=True), Run(700, 900, mean=True)]
-    assert floors(Recipe(ratio=0.1, lead_share=0.5), runs) == [30, 10, 10, 30]  # the last stands behind other text
-    assert floors(Recipe(ratio=0.1, lead_share=0.5), runs[:3]) == [40, 10, 10]
-    assert floors(Recipe(ratio=0.1, lead_share=0.0), runs) == [20, 20, 20, 20]
-    assert floors(Recipe(ratio=0.05, lead_share=1.0), runs[:3]) == [30, 4, 4]
-    assert floors(Recipe(ratio=0.5, lead_share=1.0), runs[:3]) == [121, 89, 89]  # no more than 32 for being first
-    assert floors(Recipe(ratio=0.99, lead_share=1.0), runs[:3]) == [200, 187, 187]  # and no more than there is
-    met = [Run(20, 220), *runs[1:3]]  # behind a document that was met in a prompt, or is no mean
-    assert floors(Recipe(ratio=0.1, lead_share=0.5), met) == [4, 20, 20]
+
+    def first(ratio: float, lead_share: float, runs: list[Run]) -> list[int]:
+        return floors(Recipe(ratio=ratio, lead_share=lead_share, first_ratio=1.0), runs)
+
+    assert first(0.1, 0.5, runs) == [30, 10, 10, 30]  # the last stands behind other text
+    assert first(0.1, 0.5, runs[:3]) == [40, 10, 10]
+    assert first(0.1, 0.0, runs) == [20, 20, 20, 20]
+    assert first(0.05, 1.0, runs[:3]) == [30, 4, 4]
+    assert first(0.5, 1.0, runs[:3]) == [121, 89, 89]  # no more than 32 for being first
+    assert first(0.99, 1.0, runs[:3]) == [200, 187, 187]  # and no more than there is
+    assert first(0.1, 0.5, [Run(20, 220), *runs[1:3]]) == [4, 20, 20]  # behind one that is no mean
 
 
 def test_short_runs_that_are_asked_about_and_those_behind_them_are_recomputed_whole() -> None:
@@ -232,7 +235,7 @@ def test_without_a_query_probe_words_alone_say_what_a_question_is_about() -> Non
 
 def test_where_words_name_a_passage_no_probe_runs() -> None:
     runs = [Run(10, 70, mean=True), Run(72, 130, mean=True), Run(132, 400, mean=True)]
-    recipe = Recipe()
+    recipe = Recipe(mean_ratio=0.03)
     assert recipe.probe(runs) == "query"
     assert recipe.probe(runs, _named(0.2, 3.0, 0.1)) is None
     assert recipe.probe(runs, _named(0.1, 0.2, 3.0)) is None  # a long one is named: nothing is recomputed whole
@@ -272,15 +275,50 @@ def test_a_run_that_stands_apart_is_bound_to_none() -> None:
 
 def test_a_mean_of_several_histories_has_a_budget_of_its_own() -> None:
     runs = [Run(0, 300), Run(300, 600, mean=True), Run(600, 630, mean=True)]
-    first = Recipe(ratio=0.1, lead_share=0.0, least_tokens=6)
-    chosen = replace(first, mean_first=False)
+    first = Recipe(ratio=0.1, lead_share=0.0, least_tokens=6, first_ratio=1.0)
+    chosen, both = replace(first, first_ratio=0.0), replace(first, first_ratio=0.04)
     assert (floors(first, runs), budgets(first, runs)) == ([4, 30, 4], [30, 0, 6])
     assert (floors(chosen, runs), budgets(chosen, runs)) == ([4, 4, 4], [30, 30, 6])
+    assert (floors(both, runs), budgets(both, runs)) == ([4, 12, 4], [30, 18, 6])
+    assert (both.probe(runs[1:2]), first.probe(runs[1:2])) == ("query", None)
     default = Recipe(ratio=0.1, mean_ratio=0.0, least_tokens=6)
     assert (floors(default, runs), budgets(default, runs)) == ([4, 4, 4], [30, 0, 6])
     assert floors(Recipe(strategy="none"), runs) == [0, 0, 0]
     assert floors(Recipe(strategy="selective"), runs) == [4, 4, 4]
     assert choose(first, [runs[1]], None).tolist() == list(range(300, 330))
+
+
+def test_of_what_is_attended_to_in_a_mean_what_stands_nearer_to_its_beginning_is_recomputed() -> None:
+    recipe = Recipe(ratio=0.1, first_ratio=0.0, floor_tokens=4, near_tokens=8)
+    scores = np.ones(700, np.float32)
+    mean = [Run(100, 300, mean=True)]
+    assert choose(recipe, mean, scores).tolist() == list(range(100, 124))
+    scores[280] = 1.5 * (8 + 180) / (8 + 23)  # attended to so much more that it is worth it
+    assert 280 in choose(recipe, mean, scores)
+    scores[280] = 0.5 * (8 + 180) / (8 + 23)
+    assert 280 not in choose(recipe, mean, scores)
+    assert 280 in choose(replace(recipe, near_tokens=0), mean, scores)
+    # Of what was met once, all may have changed as much.
+    both = [Run(100, 300, mean=True), Run(400, 600)]
+    assert set(choose(recipe, both, np.ones(700, np.float32)).tolist()) >= set(range(400, 440))
+    scores = np.zeros(700, np.float32)
+    scores[450:650:10] = 1.0
+    assert set(range(450, 600, 10)) <= set(choose(recipe, both, scores).tolist())
+    deviation = replace(recipe, selector="deviation")
+    scores = np.arange(700, dtype=np.float32)  # a probe that saw what changed needs no guess
+    assert choose(deviation, mean, scores).tolist() == [*range(100, 104), *range(280, 300)]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.02, 0.05, 0.1, 0.3])
+def test_one_share_for_all_runs(ratio: float) -> None:
+    recipe = Recipe(mean_ratio=0.03, mapped_ratio=0.2, floor_tokens=1, lead_share=0.0).with_ratio(ratio)
+    runs = [Run(0, 300), Run(400, 700, mean=True), Run(800, 1100, mapped=True)]
+    chosen = choose(recipe, runs, np.ones(1100, np.float32))
+    for run in runs:
+        mine = chosen[(chosen >= run.start) & (chosen < run.end)]
+        assert len(mine) <= max(round(ratio * 300), 1) + 1 or not run.mean
+    assert len(chosen) == pytest.approx(900 * ratio, abs=4)
+    assert recipe.rerun == (ratio >= 0.1)
 
 
 @settings(max_examples=100, deadline=None)

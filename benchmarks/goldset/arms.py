@@ -215,7 +215,7 @@ def with_budget(recipe: Recipe, budget: str) -> Recipe:
         return recipe
     ratio, *counts = budget.split(":")
     try:
-        changed = replace(recipe, ratio=float(ratio), mean_ratio=None)
+        changed = recipe.with_ratio(float(ratio))
         least, floor = [int(count) for count in counts] + [recipe.least_tokens, recipe.floor_tokens][len(counts) :]
         return replace(changed, least_tokens=least, floor_tokens=floor)
     except ValueError:
