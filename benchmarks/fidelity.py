@@ -88,12 +88,12 @@ def recipes(engine: Engine, budgets: list[float], *, quick: bool) -> Iterator[tu
         return
     yield "none", replace(base, strategy="none")
     yield "selective", replace(base, strategy="selective")
-    yield "floor only", replace(base, ratio=0.0, mean_ratio=None)
+    yield "floor only", base.with_ratio(0.0)
     for selector in ("deviation", "query"):
         for offset in (0.0, base.offset or 0.5):
             for ratio in budgets:
                 name = f"{selector} {ratio:.0%}" + (" + offset" if offset else "")
-                yield name, replace(base, selector=selector, ratio=ratio, mean_ratio=None, offset=offset)
+                yield name, replace(base.with_ratio(ratio), selector=selector, offset=offset)
     yield "everything", replace(base, ratio=1.0)
 
 

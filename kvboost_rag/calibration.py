@@ -23,7 +23,7 @@ from .packing import PackEncoding
 from .planner import make_plan
 from .prefill import Executor
 from .prompts import PromptEncoder
-from .repair import Recipe
+from .repair import FIRST_RATIO, Recipe
 from .rope import Rope
 from .runner import ModelRunner
 from .store import Codec, codec_for
@@ -34,7 +34,7 @@ ANSWER_TOKENS = 12
 LIMIT_S = 60.0  # a model for which the calibration would take longer at load gets the default recipe
 CANDIDATES = tuple((selector, offset) for selector in ("query", "deviation") for offset in (0.5, 0.0))
 DEFAULT = CANDIDATES[0]  # as near as deviation over the answer, and nearer at its first token (docs/accuracy.md)
-_RATIO, _MEAN_RATIO = 0.05, 0.03  # of what was met once, and of what was warmed in several orders
+_RATIO = 0.05  # of what was met once; of what was warmed in several orders, first tokens alone
 _MAPPED_RATIO = 0.2  # of what was mapped from another model
 MARGIN = 0.75  # two prompts are a small sample: the default stays unless another is clearly better
 _VERSION = 4
@@ -62,7 +62,7 @@ def recipe_of(config: EngineConfig) -> Recipe:
         strategy=config.repair,
         selector=selector if config.selector == "auto" else config.selector,
         ratio=_RATIO,
-        mean_ratio=_MEAN_RATIO,
+        mean_ratio=FIRST_RATIO,
         mapped_ratio=_MAPPED_RATIO,
         least_tokens=config.repair_least_tokens,
         whole_asked=config.repair_whole_passages,

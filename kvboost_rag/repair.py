@@ -21,6 +21,7 @@ SHORT_TOKENS = 128  # a run of fewer is a short passage, see `Recipe.whole_asked
 LEAD_TOKENS = 32  # beyond so many first tokens, being first makes no difference
 CLEARLY = 1.5  # times as many words of the question as the next run, and
 WORDS_OF_NAME = 2.5  # of them that no other run has: two that stand in a row are 3, and a chance word is 1
+FIRST_RATIO = 0.03  # of a mean: its first tokens, for which no probe has to run
 RERUN_FROM = 0.1  # so large a share chosen, new tokens that waited have seen too much unrepaired
 SEPARATOR_TOKENS = 16  # passages with no more than this between them are neighbours
 Positions: TypeAlias = npt.NDArray[np.int64]
@@ -112,7 +113,7 @@ class Recipe:
     ratio: float = 0.05
     mean_ratio: float | None = None
     mapped_ratio: float | None = None
-    first_ratio: float = 0.03
+    first_ratio: float = FIRST_RATIO
     lead_share: float = 0.5
     least_tokens: int = 0
     whole_asked: int = 1
@@ -127,7 +128,7 @@ class Recipe:
     offset: float = 0.5
 
     def with_ratio(self, ratio: float) -> Recipe:
-        """The same with one share for all runs, however their KV came to be."""
+        """The same with one share for all runs, however their KV came to be; a large one is spent on `rerun`, too."""
         return replace(self, ratio=ratio, mean_ratio=None, mapped_ratio=None, rerun=ratio >= RERUN_FROM)
 
     @property
