@@ -32,11 +32,12 @@ class OnTheWay:
 
     Attributes:
         wanted: somebody waits for its prompt to be stored.
+        late: somebody stored a prompt of the same scope since it began to look up what is stored.
     """
 
     def __init__(self, number: int, scope: Scope, ids: IntArray, *, moves: bool, stores: bool) -> None:
         self.number, self.scope, self.ids, self.moves = number, scope, ids, moves
-        self.wanted = self.read = False
+        self.wanted = self.read = self.late = False
         self.stored = not stores  # nothing is to be had from it any more, that is
         self._new: Spans = ()
         self._work: _Work | None = None
@@ -118,17 +119,20 @@ class Sharing:
         finally:
             with self._changed:
                 self._all.remove(mine)
-                self._note()
+                self._store(mine)
 
     def wait(self, mine: OnTheWay, new: Spans, *, prefix: int, cancel: threading.Event) -> bool:
         """Say what ``mine`` is going to compute, and wait while somebody earlier computes a good part of it.
 
         Returns:
-            Whether it waited, so that what is stored should be looked up again.
+            Whether it waited, or others stored something meanwhile, so that what is stored should be looked up again.
         """
         with self._changed:
             if mine.computes(new, prefix=prefix):
                 self._note()  # later ones may have less to wait for
+            late, mine.late = mine.late, False
+            if late:
+                return True
             earlier = [other for other in self._all if other.number < mine.number and mine.shares_with(other)]
             for other in earlier:
                 other.wanted = True
@@ -137,6 +141,7 @@ class Sharing:
                 if cancel.is_set():
                     return False
                 self._changed.wait(PATIENCE_S)
+            mine.late = False
             return bool(earlier)
 
     def has_read(self, mine: OnTheWay) -> None:
@@ -147,8 +152,14 @@ class Sharing:
     def has_stored(self, mine: OnTheWay) -> None:
         """Its prompt is stored, or will not be."""
         with self._changed:
+            self._store(mine)
+
+    def _store(self, mine: OnTheWay) -> None:
+        if not mine.stored:
             mine.stored = True
-            self._note()
+            for other in self._all:
+                other.late = other.late or other.scope == mine.scope
+        self._note()
 
     def _note(self) -> None:
         self._changes += 1

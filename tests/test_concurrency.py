@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from kvboost_rag import ConfigError, Engine, EngineClosedError, EngineConfig, RequestTimeoutError, SamplingParams
-from kvboost_rag.chunks import as_ids
+from kvboost_rag.chunks import Scope, as_ids
 from kvboost_rag.planner import make_plan
 from kvboost_rag.repair import Recipe
 from kvboost_rag.scheduler import Turn
+from kvboost_rag.sharing import Sharing
 from tests.tiny import LIMIT, SERVED, engine_of, new_model, off_by, plain_answer, prompt_of, random_ids, text
 
 DOCUMENTS = [text(seed, 22) for seed in range(300, 306)]
@@ -424,6 +425,37 @@ def test_eight_times_the_same_new_prompt_is_computed_once() -> None:
     found = at_once([lambda: engine.generate(prompt, sampling=LONG)] * 8)
     assert [list(answer.token_ids) for answer in found] == [expected] * 8
     assert sorted(answer.usage.computed_tokens for answer in found) == [1] * 7 + [300]
+
+
+@pytest.mark.parametrize("reuse", ["exact", "approximate"])
+def test_what_another_stores_between_looking_and_waiting_is_found(reuse: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, prompt = engine_of("llama", reuse=reuse), random_ids(5, 300)
+    plan, seen = engine._serving._plan, []
+
+    def planned(*args: Any) -> Any:
+        how = plan(*args)
+        seen.append(how.plan.exact_end)
+        if len(seen) == 1:  # this one has looked, and found nothing; the other one comes and is done
+            engine.generate(prompt, sampling=SHORT)
+        return how
+
+    monkeypatch.setattr(engine._serving, "_plan", planned)
+    assert engine.generate(prompt, sampling=SHORT).usage.computed_tokens == 1
+    assert seen == [0, 0, 299]
+    seen.append(-1)  # nothing was stored since: it looks once
+    assert engine.generate(prompt, sampling=SHORT).usage.computed_tokens == 1
+    assert len(seen) == 5
+
+
+def test_only_text_of_the_same_scope_is_looked_for_again() -> None:
+    sharing, ids, cancel = Sharing(), as_ids(range(200)), threading.Event()
+    scopes = [Scope("model", "a"), Scope("model", "b")]
+    with sharing.enter(scopes[0], ids, moves=True, stores=True) as mine:
+        for scope, stores, again in ((scopes[1], True, False), (scopes[0], False, False), (scopes[0], True, True)):
+            with sharing.enter(scope, ids, moves=True, stores=stores):
+                pass
+            assert sharing.wait(mine, [(0, 200)], prefix=0, cancel=cancel) == again
+            assert not sharing.wait(mine, [(0, 200)], prefix=0, cancel=cancel)
 
 
 @pytest.mark.parametrize("reuse", ["exact", "approximate"])
